@@ -1,0 +1,1 @@
+"""Engines hold models: gradients, adapters, generation. They know nothing of Ray."""

@@ -1,0 +1,106 @@
+"""What an engine offers to its actor, and the records that pass between them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from raysessions.actors.maths.metrics import Part
+from raysessions.batch import Batch
+from raysessions.config import LoraConfig
+from raysessions.types import AdamParams, SampleResponse, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What clients need to know of a loaded base model."""
+
+    vocab_size: int
+    context_length: int
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFacts:
+    """What a session's adapter came out as."""
+
+    target_modules: tuple[str, ...]
+    """Names of the adapted linear layers, without their path, sorted."""
+    num_modules: int
+    """Adapted layers in all: what a sampler must have bound."""
+    num_parameters: int
+
+
+@dataclass(frozen=True, slots=True)
+class LossResult:
+    """One forward or forward_backward over a batch, tokens in the order given."""
+
+    logprobs: np.ndarray
+    """float32, shape (num_tokens,), nats."""
+    elementwise_loss: np.ndarray
+    """float32, shape (num_tokens,)."""
+    metrics: list[dict[str, Part]]
+    """One record per micro-batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterWeights:
+    """A LoRA adapter on its way to the samplers: one flat array and what lies where."""
+
+    flat: np.ndarray
+    """float32, or uint16 holding the bits of bfloat16; shape (num_parameters,)."""
+    entries: tuple[tuple[str, tuple[int, ...]], ...]
+    """PEFT tensor name and shape, in the order of `flat`."""
+    rank: int
+    alpha: float
+    target_modules: tuple[str, ...]
+    num_modules: int
+
+    @property
+    def dtype(self) -> str:
+        return "bfloat16" if self.flat.dtype == np.uint16 else "float32"
+
+
+class TrainingEngine(Protocol):
+    """A base model with the adapters of any number of sessions."""
+
+    facts: ModelFacts
+
+    def add_session(self, session_id: str, lora: LoraConfig) -> AdapterFacts: ...
+
+    def remove_session(self, session_id: str) -> None: ...
+
+    def run_loss(
+        self, session_id: str, batch: Batch, loss_fn: str, config: Mapping[str, float], *, backward: bool
+    ) -> LossResult: ...
+
+    def optim_step(self, session_id: str, adam: AdamParams) -> dict[str, float]: ...
+
+    def export_adapter(self, session_id: str) -> AdapterWeights: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRequest:
+    """One call of `sample`."""
+
+    prompt: list[int]
+    num_samples: int
+    params: SamplingParams
+    prompt_logprobs: bool
+    topk_prompt_logprobs: int
+
+
+class SamplingEngine(Protocol):
+    """A base model that generates, with adapters added and removed while it does."""
+
+    async def add_adapter(self, adapter_id: int, name: str, weights: AdapterWeights) -> int:
+        """Makes the adapter usable; returns the number of modules it was bound to."""
+
+    async def remove_adapter(self, adapter_id: int) -> None: ...
+
+    async def sample(self, request: SampleRequest, adapter_id: int | None) -> SampleResponse: ...
+
+    def shutdown(self) -> None: ...

@@ -1,0 +1,1 @@
+"""Pure functions on tensors and arrays: losses, batching, metrics."""

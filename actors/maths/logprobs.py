@@ -1,0 +1,61 @@
+"""Logprobs of target tokens from hidden states, without the [tokens, vocabulary] matrix.
+
+Suffixes: T tokens, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+
+CHUNK_TOKENS = 256
+"""Tokens whose logits exist at the same time: 256 × 49,152 float32 is 48 MB."""
+
+
+def target_logprobs(
+    hidden_TH: torch.Tensor, weight_VH: torch.Tensor, targets_T: torch.Tensor, trained_T: torch.Tensor
+) -> torch.Tensor:
+    """log softmax(hidden @ weightᵀ)[target], float32, shape (T,).
+
+    Differentiable in `hidden_TH`; `weight_VH` is frozen. `trained_T` (bool) names the tokens whose gradient is wanted:
+    the others get a gradient of 0 at no cost. The matrix product is in the model's dtype with sums in float32, the
+    softmax in float32: exact for a float32 model.
+    """
+    return _TargetLogprobs.apply(hidden_TH, weight_VH, targets_T, trained_T)
+
+
+class _TargetLogprobs(torch.autograd.Function):
+    """d lp / d hidden = weight[target] − softmax(logits) @ weight does not depend on the incoming gradient, so it is made
+    while the logits are there: two matrix products in all, where keeping nothing would take a third in backward."""
+
+    @staticmethod
+    def forward(ctx, hidden_TH, weight_VH, targets_T, trained_T):  # type: ignore[no-untyped-def]
+        wants_grad = ctx.needs_input_grad[0]
+        logprobs_T = torch.empty(len(targets_T), dtype=torch.float32, device=hidden_TH.device)
+        slope_TH = torch.zeros_like(hidden_TH) if wants_grad else None
+        for begin in range(0, len(targets_T), CHUNK_TOKENS):
+            chunk = slice(begin, begin + CHUNK_TOKENS)
+            target_C = targets_T[chunk, None]
+            logits_CV = _logits(hidden_TH[chunk], weight_VH)
+            logsumexp_C = logits_CV.logsumexp(-1, keepdim=True)
+            logprobs_T[chunk] = (logits_CV.gather(-1, target_C) - logsumexp_C).squeeze(-1)
+            if slope_TH is None or not trained_T[chunk].any():
+                continue
+            rows = trained_T[chunk].nonzero().squeeze(-1)
+            residual_RV = logits_CV[rows].sub_(logsumexp_C[rows]).exp_()
+            residual_RV.scatter_add_(-1, target_C[rows], torch.full_like(logsumexp_C[rows], -1.0))
+            slope_TH[begin + rows] = -(residual_RV.to(weight_VH.dtype) @ weight_VH).to(slope_TH.dtype)
+        if slope_TH is not None:
+            ctx.save_for_backward(slope_TH)
+        return logprobs_T
+
+    @staticmethod
+    def backward(ctx, grad_T):  # type: ignore[no-untyped-def]
+        (slope_TH,) = ctx.saved_tensors
+        return (grad_T[:, None] * slope_TH).to(slope_TH.dtype), None, None, None
+
+
+def _logits(hidden_CH: torch.Tensor, weight_VH: torch.Tensor) -> torch.Tensor:
+    hidden_CH = hidden_CH.to(weight_VH.dtype)
+    if hidden_CH.is_cuda and weight_VH.dtype != torch.float32:
+        return torch.mm(hidden_CH, weight_VH.T, out_dtype=torch.float32)
+    return (hidden_CH @ weight_VH.T).float()

@@ -1,0 +1,145 @@
+"""A batch on its way to the trainer: flat arrays, checked at the door.
+
+The flat layout goes through Ray's object store without a copy: every rank maps the same memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from raysessions.errors import DatumError
+from raysessions.losses import LossSpec
+from raysessions.types import TensorData, as_model_input
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Datums laid end to end."""
+
+    tokens: np.ndarray
+    """int64, shape (num_tokens,): every model_input, one after the other."""
+    offsets: np.ndarray
+    """int64, shape (num_datums + 1,): datum i owns tokens[offsets[i]:offsets[i + 1]]."""
+    target_tokens: np.ndarray
+    """int64, shape (num_tokens,)."""
+    inputs: dict[str, np.ndarray]
+    """The loss's other inputs by name, float32, each of shape (num_tokens,)."""
+
+    @property
+    def num_datums(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.diff(self.offsets)
+
+
+def pack(data: Sequence[Any], spec: LossSpec, *, vocab_size: int, context_length: int) -> Batch:
+    """Checks `data` for the loss `spec` and lays it flat.
+
+    Raises `DatumError` naming the datum's index and the key; then nothing has been sent.
+    """
+    if isinstance(data, str | bytes) or not isinstance(data, Sequence):
+        raise DatumError(f"data must be a list of Datum, not {type(data).__name__}.")
+    if not data:
+        raise DatumError("data is empty: give at least one Datum.")
+    tokens: list[np.ndarray] = []
+    columns: dict[str, list[np.ndarray]] = {key: [] for key in ("target_tokens", *spec.all_inputs)}
+    for index, datum in enumerate(data):
+        sequence = _tokens(index, datum, context_length)
+        tokens.append(sequence)
+        for key, value in _loss_inputs(index, datum, spec, len(sequence)).items():
+            columns[key].append(value)
+    flat = {key: np.concatenate(values) for key, values in columns.items()}
+    batch = Batch(
+        tokens=np.concatenate(tokens),
+        offsets=np.concatenate([[0], np.cumsum([len(sequence) for sequence in tokens])]).astype(np.int64),
+        target_tokens=flat.pop("target_tokens"),
+        inputs=flat,
+    )
+    _check_values(batch, vocab_size)
+    return batch
+
+
+def _tokens(index: int, datum: Any, context_length: int) -> np.ndarray:
+    if not (hasattr(datum, "model_input") and hasattr(datum, "loss_fn_inputs")):
+        raise DatumError(f"data[{index}] is a {type(datum).__name__}, not a Datum.")
+    sequence = np.asarray(as_model_input(datum.model_input).to_ints(), dtype=np.int64)
+    if len(sequence) == 0:
+        raise DatumError(f"data[{index}].model_input is empty: give at least one token.")
+    if len(sequence) > context_length:
+        raise DatumError(
+            f"data[{index}].model_input has {len(sequence)} tokens; the model's context is {context_length}. Shorten it."
+        )
+    return sequence
+
+
+def _loss_inputs(index: int, datum: Any, spec: LossSpec, length: int) -> dict[str, np.ndarray]:
+    given = datum.loss_fn_inputs
+    if unknown := set(given) - {"target_tokens", *spec.all_inputs}:
+        known = ", ".join(("target_tokens", *spec.all_inputs))
+        raise DatumError(f"data[{index}].loss_fn_inputs[{min(unknown)!r}] is not an input of {spec.name!r}: {known}.")
+    columns = {}
+    for key in ("target_tokens", *spec.all_inputs):
+        if key not in given:
+            if key not in spec.optional_inputs:
+                raise DatumError(f"data[{index}].loss_fn_inputs has no {key!r}, which {spec.name!r} needs.")
+            columns[key] = np.full(length, spec.optional_inputs[key], dtype=np.float32)
+            continue
+        value = _array(index, key, given[key])
+        if value.shape != (length,):
+            raise DatumError(
+                f"data[{index}].loss_fn_inputs[{key!r}] has shape {value.shape}; model_input has {length} tokens, "
+                f"so it must be ({length},)."
+            )
+        columns[key] = value
+    return columns
+
+
+def _array(index: int, key: str, value: Any) -> np.ndarray:
+    """`value` as int64 (target_tokens) or float32 (all else)."""
+    where = f"data[{index}].loss_fn_inputs[{key!r}]"
+    if not isinstance(value, TensorData):
+        # tinker's TensorData and torch tensors have to_numpy() or numpy(); the rest numpy reads by itself.
+        value = value.to_numpy() if hasattr(value, "to_numpy") else value
+        value = value.detach().cpu().numpy() if hasattr(value, "detach") else value
+        try:
+            value = TensorData.from_numpy(np.asarray(value))
+        except ValueError as error:
+            raise DatumError(f"{where} is not a rectangular array of numbers: {error}.") from error
+    array = value.to_numpy()
+    if array.dtype.kind not in "fiu":
+        raise DatumError(f"{where} must hold numbers, not {array.dtype}.")
+    if key != "target_tokens":
+        return array.astype(np.float32, copy=False)
+    if array.dtype.kind == "f" and not np.array_equal(array, np.floor(array)):
+        raise DatumError(f"{where} must hold token ids, but has fractions.")
+    return array.astype(np.int64, copy=False)
+
+
+def _check_values(batch: Batch, vocab_size: int) -> None:
+    """One vectorised look at each column; the index is searched for only when something is wrong."""
+    for key, column in (("model_input", batch.tokens), ("target_tokens", batch.target_tokens)):
+        wrong = (column < 0) | (column >= vocab_size)
+        if wrong.any():
+            index, position = _locate(batch, wrong)
+            where = f"data[{index}].model_input" if key == "model_input" else f"data[{index}].loss_fn_inputs[{key!r}]"
+            token = int(column[np.argmax(wrong)])
+            raise DatumError(f"{where} has token id {token} at position {position}; the vocabulary has {vocab_size}.")
+    for key, column in batch.inputs.items():
+        wrong = ~np.isfinite(column)
+        if wrong.any():
+            index, position = _locate(batch, wrong)
+            value = column[np.argmax(wrong)]
+            raise DatumError(f"data[{index}].loss_fn_inputs[{key!r}] is {value} at position {position}; give finite numbers.")
+
+
+def _locate(batch: Batch, wrong: np.ndarray) -> tuple[int, int]:
+    """Datum index and position in it of the first True."""
+    flat = int(np.argmax(wrong))
+    index = int(np.searchsorted(batch.offsets, flat, side="right")) - 1
+    return index, flat - int(batch.offsets[index])

@@ -1,0 +1,130 @@
+"""Settings of a session's actors. Every field is honoured or refused; none is ignored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from raysessions.errors import ConfigError
+from raysessions.models import checkpoint_dtype
+from raysessions.types import TypedModel
+
+Dtype = Literal["auto", "float32", "bfloat16"]
+
+ACTOR_OPTIONS = frozenset(
+    {
+        "accelerator_type",
+        "label_selector",
+        "max_restarts",
+        "memory",
+        "num_cpus",
+        "num_gpus",
+        "resources",
+        "runtime_env",
+        "scheduling_strategy",
+    }
+)
+"""Ray's actor options that `actor_options` passes through `.options(...)`."""
+
+VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The values that vLLM takes as max_lora_rank."""
+
+
+class ActorConfig(TypedModel):
+    """What training ranks and sampling replicas have in common."""
+
+    dtype: Dtype = "auto"
+    """Of the base model's weights. "auto": as the checkpoint says."""
+    num_threads: int | None = Field(default=None, ge=1)
+    """CPU threads of one actor's mathematics. None: all cores of its node, right for a loop in which training and
+    sampling take turns. Where they overlap, give each its share: two pools on the same cores slow each other down."""
+    placement_timeout_s: float = Field(default=60.0, gt=0)
+    """How long the cluster may take to offer the resources."""
+    actor_options: dict[str, Any] = Field(default_factory=dict)
+    """Ray's own options: num_cpus, num_gpus, resources, label_selector, runtime_env, scheduling_strategy, …"""
+
+    def dtype_for(self, folder: Path) -> str:
+        """`dtype` with "auto" decided by the checkpoint in `folder`."""
+        return checkpoint_dtype(folder) if self.dtype == "auto" else self.dtype
+
+    @field_validator("actor_options")
+    @classmethod
+    def _known_options(cls, options: dict[str, Any]) -> dict[str, Any]:
+        if unknown := set(options) - ACTOR_OPTIONS:
+            raise ValueError(f"unknown actor_options {sorted(unknown)}; known: {sorted(ACTOR_OPTIONS)}")
+        return options
+
+
+class TrainingConfig(ActorConfig):
+    """Settings of the training actors that hold one base model."""
+
+    max_tokens_per_micro_batch: int | None = Field(default=None, ge=1)
+    """Tokens of one packed forward and backward. More is faster until memory or attention costs bite; a longer
+    sequence gets a micro-batch of its own. None: 2048 on CPU, 8192 on GPU."""
+
+
+class SamplingConfig(ActorConfig):
+    """Settings of the sampling pool that serves one base model and its adapters."""
+
+    max_live_versions: int = Field(default=8, ge=1)
+    """Versions of one session that answer; saving one more retires the oldest (`SamplerExpiredError`)."""
+    max_loras: int = Field(default=4, ge=1)
+    """Adapters in one batch of the engine. More live versions than that are served in turns."""
+    max_lora_rank: int | None = None
+    """The largest LoRA rank that the engine makes room for. None: 32, or the session's rank if that is higher."""
+    max_num_seqs: int = Field(default=64, ge=1)
+    """Sequences that one replica decodes at the same time."""
+    max_model_len: int | None = Field(default=None, ge=2)
+    """Prompt and new tokens together at most. None: the model's context."""
+    kv_cache_gib: float | None = Field(default=None, gt=0)
+    """Memory for the KV cache of one replica on CPU, GiB. None: 2. On GPU use gpu_memory_utilization."""
+    gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
+    """Share of one GPU's memory that a replica takes. None: vLLM's default."""
+    engine_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of vLLM's AsyncEngineArgs."""
+
+    @field_validator("max_lora_rank")
+    @classmethod
+    def _allowed_rank(cls, rank: int | None) -> int | None:
+        if rank is not None and rank not in VLLM_LORA_RANKS:
+            raise ValueError(f"vLLM takes one of {VLLM_LORA_RANKS}")
+        return rank
+
+    def for_rank(self, rank: int) -> SamplingConfig:
+        """This config with `max_lora_rank` decided for a session of LoRA rank `rank`."""
+        if self.max_lora_rank is None:
+            return self.model_copy(update={"max_lora_rank": max(32, round_up_rank(rank))})
+        if rank > self.max_lora_rank:
+            raise ConfigError(
+                f"LoRA rank {rank} is above SamplingConfig.max_lora_rank={self.max_lora_rank}: raise that to "
+                f"{round_up_rank(rank)} or leave it None."
+            )
+        return self
+
+
+def round_up_rank(rank: int) -> int:
+    """The smallest rank vLLM takes that holds `rank`. Raises `ConfigError` outside 1…512."""
+    if not isinstance(rank, int) or not 1 <= rank <= VLLM_LORA_RANKS[-1]:
+        raise ConfigError(f"LoRA rank {rank!r}: choose 1…{VLLM_LORA_RANKS[-1]} (8–64 is usual).")
+    return next(allowed for allowed in VLLM_LORA_RANKS if allowed >= rank)
+
+
+class LoraConfig(TypedModel):
+    """A session's adapter."""
+
+    rank: int
+    alpha: float = Field(gt=0)
+    seed: int
+    """Of the initial weights: the same seed gives the same adapter, bit for bit."""
+    train_mlp: bool = True
+    train_attn: bool = True
+    target_modules: tuple[str, ...] | None = None
+    """Names of linear layers, without their path; instead of train_mlp and train_attn."""
+
+    @field_validator("rank")
+    @classmethod
+    def _possible_rank(cls, rank: int) -> int:
+        round_up_rank(rank)
+        return rank

@@ -1,0 +1,85 @@
+"""Every error that raysessions raises on purpose. Each message says what to do next.
+
+RaySessionsError
+├── ValidationError                  the call is wrong; nothing was sent or applied
+│   ├── DatumError                   a datum: names its index and key
+│   ├── LossError                    an unknown loss, or an unknown or wrong loss_fn_config
+│   └── ConfigError                  an argument or a config field
+├── SessionError                     the session cannot do it
+│   ├── SessionStoppedError          it was stopped
+│   ├── PlacementError               the cluster has not the resources or the memory
+│   ├── TrainingGroupError           a training rank died or failed
+│   ├── SamplingPoolError            a sampler replica died or failed
+│   ├── SamplerExpiredError          the sampler's version has been retired
+│   └── EmptyGradientError           optim_step with nothing accumulated
+├── ClusterUnreachableError          no Ray cluster answers at the address
+├── RequestTimeoutError              not finished in time; the operation goes on
+├── RequestCancelledError            cancelled before it ran
+└── ModelNotFoundError               no such base model
+"""
+
+from __future__ import annotations
+
+
+class RaySessionsError(Exception):
+    """Base of all errors of this library. One message, so that it survives pickling through Ray."""
+
+
+class ValidationError(RaySessionsError, ValueError):
+    """The call is wrong; nothing was sent or applied."""
+
+
+class DatumError(ValidationError):
+    """A datum cannot be trained on; the message names its index and key."""
+
+
+class LossError(ValidationError):
+    """Unknown loss, or unknown or wrong `loss_fn_config`."""
+
+
+class ConfigError(ValidationError):
+    """An argument or a config field that cannot be honoured."""
+
+
+class SessionError(RaySessionsError):
+    """The session cannot do what was asked."""
+
+
+class SessionStoppedError(SessionError):
+    """The session was stopped, by `stop()`, by leaving its `with` block, or with its driver."""
+
+
+class PlacementError(SessionError):
+    """The cluster has not the resources, or the node not the memory."""
+
+
+class TrainingGroupError(SessionError):
+    """A training rank died or failed."""
+
+
+class SamplingPoolError(SessionError):
+    """A sampler replica died or failed."""
+
+
+class SamplerExpiredError(SessionError):
+    """The version this client is pinned to has been retired."""
+
+
+class EmptyGradientError(SessionError):
+    """`optim_step` was called with no gradient accumulated."""
+
+
+class ClusterUnreachableError(RaySessionsError, ConnectionError):
+    """No Ray cluster answers at the given address."""
+
+
+class RequestTimeoutError(RaySessionsError, TimeoutError):
+    """Not finished in the given time. The operation goes on and its result stays retrievable."""
+
+
+class RequestCancelledError(RaySessionsError):
+    """Cancelled before it ran; nothing was applied."""
+
+
+class ModelNotFoundError(RaySessionsError):
+    """No such base model."""

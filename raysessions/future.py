@@ -1,0 +1,107 @@
+"""The future that every verb returns: a Ray ObjectRef with `result`, `done`, `exception` and `cancel`."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Generator
+from typing import Any, Generic, TypeVar
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError, TaskCancelledError
+
+from raysessions.errors import RequestCancelledError, RequestTimeoutError, SessionStoppedError
+
+T = TypeVar("T")
+
+
+class APIFuture(ray.ObjectRef, Generic[T]):
+    """An ObjectRef, so `ray.get`, `ray.wait`, `await` and passing it to a remote function work on it too.
+
+    `ray.get` raises Ray's RayTaskError; `result`, `await` and `exception` give the error itself.
+    """
+
+    _ref: ray.ObjectRef
+    _cancel: Callable[[], bool] | None
+
+    def __new__(cls, ref: ray.ObjectRef, cancel: Callable[[], bool] | None = None) -> APIFuture[T]:
+        return super().__new__(cls, ref.binary(), ref.owner_address(), ref.call_site())
+
+    def __init__(self, ref: ray.ObjectRef, cancel: Callable[[], bool] | None = None) -> None:
+        super().__init__(ref.binary(), ref.owner_address(), ref.call_site())
+        self._ref = ref
+        self._cancel = cancel
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The original ref goes along: Ray counts references by it, and a copy made here would hang its receiver.
+        return (APIFuture, (self._ref,))
+
+    def result(self, timeout: float | None = None) -> T:
+        """Waits and returns the value, or raises the operation's own error.
+
+        `timeout` in seconds; when it passes, `RequestTimeoutError` is raised and the operation goes on.
+        """
+        _refuse_in_event_loop()
+        try:
+            return ray.get(self._ref, timeout=timeout)
+        except GetTimeoutError as error:
+            raise RequestTimeoutError(
+                f"Not finished within {timeout} s. The operation goes on: call result() again to wait longer."
+            ) from error
+        except (RayTaskError, RayActorError, TaskCancelledError) as error:
+            raise own_error(error) from error
+
+    def done(self) -> bool:
+        """True once `result()` would return or raise at once."""
+        ready, _ = ray.wait([self._ref], timeout=0, fetch_local=False)
+        return bool(ready)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """The operation's error, or None if it went well. Waits like `result`."""
+        try:
+            self.result(timeout)
+        except RequestTimeoutError:
+            raise
+        except Exception as error:
+            return error
+        return None
+
+    def cancel(self) -> bool:
+        """True if the operation had not begun and now never will: `result()` raises `RequestCancelledError`.
+
+        On a copy that was pickled to another process it does nothing and returns False.
+        """
+        return self._cancel() if self._cancel is not None else False
+
+    def __await__(self) -> Generator[Any, None, T]:
+        try:
+            return (yield from self._ref.__await__())
+        except (RayTaskError, RayActorError, TaskCancelledError) as error:
+            raise own_error(error) from error
+
+    def __repr__(self) -> str:
+        return f"APIFuture({self.hex()[:16]}…, {'done' if self.done() else 'running'})"
+
+
+def own_error(error: BaseException) -> BaseException:
+    """What a Ray error means to the user: our error where an actor raised one, a sentence where an actor is gone."""
+    if isinstance(error, RayTaskError):
+        cause = error.cause
+        return own_error(cause) if isinstance(cause, RayTaskError | RayActorError | TaskCancelledError) else cause
+    if isinstance(error, TaskCancelledError):
+        return RequestCancelledError("Cancelled.")
+    return SessionStoppedError(
+        "The session's actors are gone: it was stopped, or its process died. Create a new session. "
+        f"Ray says: {str(error).strip().splitlines()[0]}"
+    )
+
+
+def _refuse_in_event_loop() -> None:
+    """Blocking inside a coroutine would stop its event loop, and often deadlock. A notebook cell may block: there the
+    loop belongs to the kernel, which waits for the cell anyway."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    if "ipykernel" not in sys.modules:
+        raise RuntimeError(".result() would block the running event loop: use `await future` instead.")
