@@ -1,0 +1,94 @@
+"""raysessions: training sessions for language models on your own Ray cluster.
+
+import raysessions as rs
+
+service = rs.ServiceClient()
+with service.create_lora_training_client("smollm2-135m-instruct") as training:
+    training.forward_backward(data).result()
+    training.optim_step().result()
+"""
+
+from raysessions.config import SamplingConfig, TrainingConfig
+from raysessions.errors import (
+    ClusterUnreachableError,
+    ConfigError,
+    DatumError,
+    EmptyGradientError,
+    LossError,
+    ModelNotFoundError,
+    PlacementError,
+    RaySessionsError,
+    RequestCancelledError,
+    RequestTimeoutError,
+    SamplerExpiredError,
+    SamplingPoolError,
+    SessionError,
+    SessionStoppedError,
+    TrainingGroupError,
+    ValidationError,
+)
+from raysessions.future import APIFuture
+from raysessions.losses import LOSSES, LossSpec
+from raysessions.sampling_client import SamplingClient
+from raysessions.service_client import ServiceClient
+from raysessions.training_client import TrainingClient
+from raysessions.types import (
+    AdamParams,
+    Datum,
+    EncodedTextChunk,
+    ForwardBackwardOutput,
+    ModelInput,
+    OptimStepResponse,
+    SampledSequence,
+    SampleResponse,
+    SamplingParams,
+    SaveWeightsForSamplerResponse,
+    SessionInfo,
+    TensorData,
+    datum_for_rl,
+    datum_for_supervised,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LOSSES",
+    "APIFuture",
+    "AdamParams",
+    "ClusterUnreachableError",
+    "ConfigError",
+    "Datum",
+    "DatumError",
+    "EmptyGradientError",
+    "EncodedTextChunk",
+    "ForwardBackwardOutput",
+    "LossError",
+    "LossSpec",
+    "ModelInput",
+    "ModelNotFoundError",
+    "OptimStepResponse",
+    "PlacementError",
+    "RaySessionsError",
+    "RequestCancelledError",
+    "RequestTimeoutError",
+    "SampleResponse",
+    "SampledSequence",
+    "SamplerExpiredError",
+    "SamplingClient",
+    "SamplingConfig",
+    "SamplingParams",
+    "SamplingPoolError",
+    "SaveWeightsForSamplerResponse",
+    "ServiceClient",
+    "SessionError",
+    "SessionInfo",
+    "SessionStoppedError",
+    "TensorData",
+    "TrainingClient",
+    "TrainingConfig",
+    "TrainingGroupError",
+    "ValidationError",
+    "__version__",
+    "datum_for_rl",
+    "datum_for_supervised",
+]

@@ -87,6 +87,13 @@ def checkpoint_dtype(folder: Path) -> str:
     return stated
 
 
+def tokenizer_files(folder: Path) -> dict[str, bytes]:
+    """What a tokenizer is loaded from, by file name: it goes to clients that have neither the folder nor a hub."""
+    patterns = ("tokenizer*", "special_tokens_map.json", "chat_template*", "vocab*", "merges.txt", "*.model", "config.json")
+    files = {file for pattern in patterns for file in folder.glob(pattern) if file.is_file()}
+    return {file.name: file.read_bytes() for file in sorted(files)}
+
+
 def _config(folder: Path) -> dict[str, Any]:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     return config.get("text_config") or config

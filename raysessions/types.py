@@ -209,6 +209,8 @@ class SaveWeightsForSamplerResponse:
     """`raysessions://SESSION/vN`: give it to `create_sampling_client(model_path=…)`."""
     version: int
     """N: 1 for a session's first save, never used twice."""
+    name: str
+    """As given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +276,7 @@ def datum_for_rl(prompt_tokens: Sequence[int], sequence: SampledSequence, advant
         loss_fn_inputs={
             "target_tokens": np.asarray(tokens[1:], dtype=np.int64),
             "logprobs": np.concatenate([before, np.asarray(sequence.logprobs, dtype=np.float32)]),
-            "advantages": np.concatenate([before, np.broadcast_to(np.float32(advantage), (num_new,))]),
+            "advantages": np.concatenate([before, np.broadcast_to(np.asarray(advantage, dtype=np.float32), (num_new,))]),
             "weights": np.concatenate([before, np.ones(num_new, dtype=np.float32)]),
         },
     )

@@ -36,9 +36,7 @@ class Adapter:
         config = PeftLoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=list(target_modules), lora_dropout=0.0)
         inject_adapter_in_model(config, model, adapter_name=name)
         self.layers: list[tuple[str, LoraLayer]] = [
-            (path, module)
-            for path, module in model.named_modules()
-            if isinstance(module, LoraLayer) and name in module.lora_A
+            (path, module) for path, module in model.named_modules() if isinstance(module, LoraLayer) and name in module.lora_A
         ]
         self._parameters = [
             (f"base_model.model.{path}.lora_{side}.weight", getattr(layer, f"lora_{side}")[name].weight)

@@ -7,9 +7,10 @@ goes through the modules and the backward is autograd's, not DeepSpeed's, whose 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -99,7 +100,7 @@ class DeepSpeedEngine:
         return adapter
 
     @contextlib.contextmanager
-    def _all_or_nothing(self, adapter: Adapter):  # type: ignore[no-untyped-def]
+    def _all_or_nothing(self, adapter: Adapter) -> Iterator[None]:
         """Puts the gradient back as it was when a micro-batch fails."""
         before = adapter.gradient.clone() if adapter.has_gradient else None
         try:
@@ -109,9 +110,7 @@ class DeepSpeedEngine:
             raise
         adapter.has_gradient = True
 
-    def _micro_batch(
-        self, batch: Batch, loss_fn: str, config: Mapping[str, float]
-    ) -> tuple[torch.Tensor, LossOutput]:
+    def _micro_batch(self, batch: Batch, loss_fn: str, config: Mapping[str, float]) -> tuple[torch.Tensor, LossOutput]:
         """Forward of one packed row. Returns the logprobs with their graph, and the loss."""
         inputs = {key: self._tensor(column) for key, column in batch.inputs.items()}
         trained_T = torch.ones(len(batch.tokens), dtype=torch.bool, device=self.device)
@@ -129,7 +128,7 @@ class DeepSpeedEngine:
                 input_ids=self._tensor(batch.tokens)[None],
                 position_ids=self._tensor(position_ids(batch))[None],
                 use_cache=False,
-                segments=list(zip(bounds[:-1], bounds[1:], strict=True)),
+                segments=list(itertools.pairwise(bounds)),
             )
         return output.last_hidden_state[0]
 

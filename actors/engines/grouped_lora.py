@@ -56,9 +56,7 @@ class GroupedPunicaWrapper(PunicaWrapperCPU):
                 _add(y, rows, offset, _shrink(x_group, a[slot, 0], scale), b[slot, 0])
                 offset += width
 
-    def add_shrink(
-        self, y: Any, x: torch.Tensor, lora_a_stacked: tuple[torch.Tensor, ...], scale: float, **_: Any
-    ) -> None:
+    def add_shrink(self, y: Any, x: torch.Tensor, lora_a_stacked: tuple[torch.Tensor, ...], scale: float, **_: Any) -> None:
         x = x.view(-1, x.shape[-1])
         for slot, rows in self._groups:
             x_group = x if rows is None else x[rows]

@@ -11,7 +11,8 @@ import numpy as np
 from raysessions.actors.maths.metrics import Part
 from raysessions.batch import Batch
 from raysessions.config import LoraConfig
-from raysessions.types import AdamParams, SampleResponse, SamplingParams
+from raysessions.operations import SampleRequest
+from raysessions.types import AdamParams, SampleResponse
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,17 +81,6 @@ class TrainingEngine(Protocol):
     def optim_step(self, session_id: str, adam: AdamParams) -> dict[str, float]: ...
 
     def export_adapter(self, session_id: str) -> AdapterWeights: ...
-
-
-@dataclass(frozen=True, slots=True)
-class SampleRequest:
-    """One call of `sample`."""
-
-    prompt: list[int]
-    num_samples: int
-    params: SamplingParams
-    prompt_logprobs: bool
-    topk_prompt_logprobs: int
 
 
 class SamplingEngine(Protocol):

@@ -14,10 +14,11 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from raysessions.actors.engines.adapter_files import AdapterFiles
-from raysessions.actors.engines.protocol import AdapterWeights, ModelFacts, SampleRequest
+from raysessions.actors.engines.protocol import AdapterWeights, ModelFacts
 from raysessions.config import SamplingConfig
+from raysessions.errors import PlacementError
 from raysessions.models import context_length
-from raysessions.errors import PlacementError, SamplingPoolError
+from raysessions.operations import SampleRequest
 from raysessions.types import SampledSequence, SampleResponse, SamplingParams
 
 GIB = 1024**3
@@ -56,16 +57,13 @@ class VllmEngine:
     async def sample(self, request: SampleRequest, adapter_id: int | None) -> SampleResponse:
         # vLLM refuses n > 1 for greedy sampling: the samples are the same one.
         copies = request.num_samples if request.params.temperature == 0 else 1
-        final = None
-        async for final in self._engine.generate(
+        outputs = self._engine.generate(
             {"prompt_token_ids": request.prompt},
             self._sampling_params(request, num_samples=request.num_samples // copies),
             request_id=str(next(self._request_ids)),
             lora_request=None if adapter_id is None else self._adapters[adapter_id],
-        ):
-            pass  # FINAL_ONLY: one output, when all samples have ended
-        if final is None:
-            raise SamplingPoolError("vLLM ended the request without an output; look at the replica's log.")
+        )
+        (final,) = [output async for output in outputs]  # FINAL_ONLY: one, when all samples have ended
         sequences = [_sequence(output) for output in sorted(final.outputs, key=lambda output: output.index)]
         return SampleResponse(
             sequences=sequences * copies,

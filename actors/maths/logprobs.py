@@ -28,7 +28,7 @@ class _TargetLogprobs(torch.autograd.Function):
     while the logits are there: two matrix products in all, where keeping nothing would take a third in backward."""
 
     @staticmethod
-    def forward(ctx, hidden_TH, weight_VH, targets_T, trained_T):  # type: ignore[no-untyped-def]
+    def forward(ctx, hidden_TH, weight_VH, targets_T, trained_T):
         wants_grad = ctx.needs_input_grad[0]
         logprobs_T = torch.empty(len(targets_T), dtype=torch.float32, device=hidden_TH.device)
         slope_TH = torch.zeros_like(hidden_TH) if wants_grad else None
@@ -49,7 +49,7 @@ class _TargetLogprobs(torch.autograd.Function):
         return logprobs_T
 
     @staticmethod
-    def backward(ctx, grad_T):  # type: ignore[no-untyped-def]
+    def backward(ctx, grad_T):
         (slope_TH,) = ctx.saved_tensors
         return (grad_T[:, None] * slope_TH).to(slope_TH.dtype), None, None, None
 

@@ -1,0 +1,164 @@
+"""The host of one base model: its sessions' operations, in order, onto its ranks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from typing import Any
+
+from raysessions.actors.engines.protocol import AdapterFacts, ModelFacts
+from raysessions.actors.op_queue import Entry, OpQueue
+from raysessions.actors.training_group import TrainingGroup
+from raysessions.config import LoraConfig, TrainingConfig
+from raysessions.errors import SessionError
+from raysessions.models import local_folder, tokenizer_files
+from raysessions.operations import LossOp, Operation, OptimStepOp, SaveForSamplerOp
+from raysessions.types import SaveWeightsForSamplerResponse, SessionInfo
+from raysessions.uris import VersionUri
+
+DISPATCHED_AHEAD = 2
+"""Operations that the ranks have at the same time: one running and the next, so that they never wait for Python."""
+
+
+@dataclass(slots=True)
+class _Session:
+    """What the host keeps of a session."""
+
+    info: SessionInfo
+    facts: AdapterFacts
+    last_version: int = 0
+
+
+class ModelHost:
+    """An async actor; the only caller of its TrainingGroup. Sessions share the base model and take turns."""
+
+    _group: TrainingGroup
+    _facts: ModelFacts
+    _worker: asyncio.Task[None]
+
+    def __init__(self, base_model: str, config: TrainingConfig, pool: Any) -> None:
+        self._base_model = base_model
+        self._config = config
+        self._pool = pool
+        self._queue = OpQueue()
+        self._sessions: dict[str, _Session] = {}
+        self._starting: asyncio.Task[None] | None = None
+        self._running: set[asyncio.Task[None]] = set()
+        self._phase = "placing"
+
+    async def phase(self) -> str:
+        """ "placing", "loading" or "ready"."""
+        return self._phase
+
+    async def open_session(self, session_id: str, lora: LoraConfig) -> SessionInfo:
+        """Adds a session, loading the base model first if it is the first one."""
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._start())
+        await asyncio.shield(self._starting)
+        facts = await self._group.add_session(session_id, lora)
+        info = SessionInfo(
+            session_id=session_id,
+            base_model=self._base_model,
+            rank=lora.rank,
+            alpha=lora.alpha,
+            seed=lora.seed,
+            target_modules=facts.target_modules,
+            num_trainable_parameters=facts.num_parameters,
+            vocab_size=self._facts.vocab_size,
+            context_length=self._facts.context_length,
+            dtype=self._facts.dtype,
+        )
+        self._queue.open(session_id)
+        self._sessions[session_id] = _Session(info, facts)
+        return info
+
+    async def close_session(self, session_id: str) -> None:
+        if session_id in self._queue:
+            self._queue.close(session_id)
+            self._sessions.pop(session_id)
+            await self._group.remove_session(session_id)
+
+    async def submit(self, session_id: str, seq_id: int, op: Operation) -> Any:
+        """Runs `op` when its turn comes and returns its response. Safe to call again with the same `seq_id`."""
+        return await asyncio.shield(self._queue.submit(session_id, seq_id, op))
+
+    async def cancel(self, session_id: str, seq_id: int) -> bool:
+        return self._queue.cancel(session_id, seq_id)
+
+    async def tokenizer_files(self) -> dict[str, bytes]:
+        return tokenizer_files(local_folder(self._base_model))
+
+    async def stop(self) -> None:
+        """Frees the ranks; what waits fails."""
+        for session_id in list(self._sessions):
+            self._queue.close(session_id)
+        if self._starting is not None:
+            self._starting.cancel()
+        if hasattr(self, "_group"):
+            self._group.stop()
+
+    async def _start(self) -> None:
+        await asyncio.to_thread(local_folder, self._base_model)  # an unknown model fails before anything is placed
+        self._group = await TrainingGroup.place(self._base_model, self._config)
+        self._phase = "loading"
+        self._facts = await self._group.load()
+        self._phase = "ready"
+        self._worker = asyncio.create_task(self._work())
+
+    async def _work(self) -> None:
+        """Hands operations to the ranks for as long as the host lives."""
+        slots = asyncio.Semaphore(DISPATCHED_AHEAD)
+        while True:
+            await slots.acquire()
+            entry = await self._queue.next()
+            # Called here, not in the task: the ranks see operations in the order of this loop.
+            response = self._dispatch(entry, slots)
+            task = asyncio.create_task(_settle(entry, response))
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+
+    def _dispatch(self, entry: Entry, slots: asyncio.Semaphore) -> Awaitable[Any]:
+        """Sends the operation to the ranks. The slot is given back when the ranks are done with it."""
+        match entry.op:
+            case LossOp() as op:
+                return _release_after(slots, self._group.run_loss(entry.session_id, op))
+            case OptimStepOp(adam):
+                return _release_after(slots, self._group.optim_step(entry.session_id, adam))
+            case SaveForSamplerOp(name):
+                return self._publish(self._sessions[entry.session_id], name, slots)
+            case unknown:
+                slots.release()
+                raise SessionError(f"Unknown operation {type(unknown).__name__}: client and cluster differ in version.")
+
+    def _publish(self, session: _Session, name: str, slots: asyncio.Semaphore) -> Awaitable[Any]:
+        session.last_version += 1
+        uri = VersionUri(session.info.session_id, session.last_version)
+        weights = self._group.export_adapter(session.info.session_id)
+        published = self._pool.publish.remote(uri, (weights,), session.facts.num_modules)
+        slots.release()  # the export is in the ranks' queue; what follows does not need them
+
+        async def respond() -> SaveWeightsForSamplerResponse:
+            await published
+            return SaveWeightsForSamplerResponse(path=str(uri), version=uri.version, name=name)
+
+        return respond()
+
+
+async def _release_after(slots: asyncio.Semaphore, response: Awaitable[Any]) -> Any:
+    try:
+        return await response
+    finally:
+        slots.release()
+
+
+async def _settle(entry: Entry, response: Awaitable[Any]) -> None:
+    """Gives the operation its outcome. Its error is the caller's, never the host's."""
+    try:
+        result = await response
+    except Exception as error:
+        if not entry.outcome.done():
+            entry.outcome.set_exception(getattr(error, "cause", None) or error)
+    else:
+        if not entry.outcome.done():
+            entry.outcome.set_result(result)

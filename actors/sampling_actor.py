@@ -1,0 +1,55 @@
+"""One sampling replica: a process with one engine. A line to the engine for each call."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import ray
+
+from raysessions.actors.engines.protocol import ModelFacts
+from raysessions.actors.threads import limit_threads
+from raysessions.config import SamplingConfig
+from raysessions.models import local_folder
+from raysessions.operations import SampleRequest
+from raysessions.types import SampleResponse
+
+if TYPE_CHECKING:
+    from raysessions.actors.engines.protocol import SamplingEngine
+
+
+class SamplingActor:
+    """An async actor: any number of samples at the same time."""
+
+    _engine: SamplingEngine
+
+    def __init__(self, base_model: str, config: SamplingConfig) -> None:
+        self._base_model = base_model
+        self._config = config
+
+    async def ping(self) -> None:
+        """Answers once the process has a place."""
+
+    async def load(self) -> ModelFacts:
+        limit_threads(self._config.num_threads)
+        folder = local_folder(self._base_model)
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        os.environ["VLLM_NO_USAGE_STATS"] = "1"
+        from raysessions.actors.engines.vllm import VllmEngine
+
+        self._engine = VllmEngine(folder, self._config)
+        return self._engine.facts
+
+    async def add_adapter(self, adapter_id: int, name: str, weights: tuple[ray.ObjectRef]) -> int:
+        return await self._engine.add_adapter(adapter_id, name, await weights[0])
+
+    async def remove_adapter(self, adapter_id: int) -> None:
+        await self._engine.remove_adapter(adapter_id)
+
+    async def sample(self, request: SampleRequest, adapter_id: int | None) -> SampleResponse:
+        return await self._engine.sample(request, adapter_id)
+
+    async def shutdown(self) -> None:
+        """Ends the engine's own processes."""
+        if hasattr(self, "_engine"):
+            self._engine.shutdown()

@@ -1,0 +1,15 @@
+"""How many threads an actor's mathematics may use."""
+
+from __future__ import annotations
+
+import os
+
+
+def limit_threads(num_threads: int | None) -> int:
+    """Sets OpenMP's threads for this process and its children. Call before torch is imported: it reads this once.
+
+    None: all cores of the node. Ray by itself would set as many as the actor's num_cpus.
+    """
+    count = num_threads or len(os.sched_getaffinity(0))
+    os.environ["OMP_NUM_THREADS"] = str(count)
+    return count

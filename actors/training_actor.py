@@ -1,0 +1,63 @@
+"""One training rank: a process with one engine. A line to the engine for each call."""
+
+from __future__ import annotations
+
+import socket
+from typing import TYPE_CHECKING
+
+import ray
+
+from raysessions.actors.engines.protocol import AdapterFacts, AdapterWeights, LossResult, ModelFacts
+from raysessions.actors.threads import limit_threads
+from raysessions.config import LoraConfig, TrainingConfig
+from raysessions.models import local_folder
+from raysessions.types import AdamParams
+
+if TYPE_CHECKING:
+    from raysessions.actors.engines.protocol import TrainingEngine
+    from raysessions.operations import LossOp
+
+
+class TrainingActor:
+    """Calls run one at a time, in the order in which the ModelHost sent them."""
+
+    _engine: TrainingEngine
+
+    def __init__(self, base_model: str, config: TrainingConfig) -> None:
+        self._base_model = base_model
+        self._config = config
+
+    def ping(self) -> None:
+        """Answers once the process has a place."""
+
+    def load(self) -> ModelFacts:
+        num_threads = limit_threads(self._config.num_threads)
+        import torch
+
+        from raysessions.actors.engines.deepspeed import DeepSpeedEngine
+
+        torch.set_num_threads(num_threads)
+        self._engine = DeepSpeedEngine(local_folder(self._base_model), self._config, master_port=_free_port())
+        return self._engine.facts
+
+    def add_session(self, session_id: str, lora: LoraConfig) -> AdapterFacts:
+        return self._engine.add_session(session_id, lora)
+
+    def remove_session(self, session_id: str) -> None:
+        self._engine.remove_session(session_id)
+
+    def run_loss(self, session_id: str, op: LossOp) -> LossResult:
+        batch = ray.get(op.batch[0])
+        return self._engine.run_loss(session_id, batch, op.loss_fn, op.config, backward=op.backward)
+
+    def optim_step(self, session_id: str, adam: AdamParams) -> dict[str, float]:
+        return self._engine.optim_step(session_id, adam)
+
+    def export_adapter(self, session_id: str) -> AdapterWeights:
+        return self._engine.export_adapter(session_id)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,62 @@
+"""The way to a Ray cluster: the one at hand, the one named, or a local one."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from pathlib import Path
+
+import ray
+
+from raysessions.errors import ClusterUnreachableError
+
+PROBE_TIMEOUT_S = 3.0
+CURRENT_CLUSTER_FILE = Path("/tmp/ray/ray_current_cluster")
+"""Where `ray start` leaves the address of this machine's cluster."""
+
+
+def connect(address: str | None) -> None:
+    """Connects this process, unless it is connected already.
+
+    None: `RAY_ADDRESS` if set, else a local Ray that ends with this process. Raises `ClusterUnreachableError` within
+    seconds when nothing answers; Ray by itself would try for minutes.
+    """
+    if ray.is_initialized():
+        return
+    address = address or os.environ.get("RAY_ADDRESS") or "local"
+    if address == "local":
+        _start_local()
+        return
+    target = _current_cluster() if address == "auto" else address
+    _probe(target)
+    ray.init(address=target, logging_level=logging.WARNING)
+
+
+def _start_local() -> None:
+    # A trainer and a sampler take one logical CPU each, on a machine with one core too.
+    num_cpus = max(2, len(os.sched_getaffinity(0)))
+    ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING)
+
+
+def _current_cluster() -> str:
+    try:
+        return CURRENT_CLUSTER_FILE.read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        raise ClusterUnreachableError(
+            "address='auto', but no Ray cluster was started on this machine. Run `ray start --head`, name an address, "
+            "or leave the address out for a local Ray."
+        ) from None
+
+
+def _probe(address: str) -> None:
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        raise ClusterUnreachableError(f"{address!r} is not an address: expected HOST:PORT, ray://HOST:PORT or 'auto'.")
+    try:
+        socket.create_connection((host, int(port)), timeout=PROBE_TIMEOUT_S).close()
+    except OSError as error:
+        raise ClusterUnreachableError(
+            f"No Ray cluster answers at {address} ({error}). Check that it runs (`ray status` on its head node), that "
+            "this machine reaches the port, and RAY_ADDRESS; unset it for a local Ray."
+        ) from error

@@ -1,0 +1,158 @@
+"""One live training session. Each verb checks, sends and returns a future at once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import ray
+
+from raysessions.batch import pack
+from raysessions.errors import ConfigError, SamplerExpiredError, SessionStoppedError
+from raysessions.future import APIFuture
+from raysessions.losses import get_loss, resolve_config
+from raysessions.operations import LossOp, Operation, OptimStepOp, SaveForSamplerOp
+from raysessions.progress import wait_with_progress
+from raysessions.sampling_client import SamplingClient
+from raysessions.tokenizer import load_tokenizer
+from raysessions.types import (
+    AdamParams,
+    Datum,
+    ForwardBackwardOutput,
+    OptimStepResponse,
+    SaveWeightsForSamplerResponse,
+    SessionInfo,
+    as_typed,
+)
+from raysessions.uris import VersionUri
+
+
+class TrainingClient:
+    """A context manager: leaving the block stops the session and frees what it held.
+
+    Operations run in the order of the calls, also when a call is made before the last one has finished. Threads may
+    share a client.
+    """
+
+    def __init__(self, manager: Any, host: Any, pool: Any, info: SessionInfo, *, timeout_s: float) -> None:
+        self._manager = manager
+        self._host = host
+        self._pool = pool
+        self._info = info
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._last_seq = 0
+        self._newest: APIFuture[SaveWeightsForSamplerResponse] | None = None
+        self._stopped = False
+        self._tokenizer: Any = None
+
+    def forward(
+        self, data: Sequence[Datum], loss_fn: str = "cross_entropy", loss_fn_config: Mapping[str, float] | None = None
+    ) -> APIFuture[ForwardBackwardOutput]:
+        """The loss and logprobs of `data`, without a gradient. Raises `DatumError` or `LossError` at once."""
+        return self._submit(self._loss_op(data, loss_fn, loss_fn_config, backward=False))
+
+    def forward_backward(
+        self, data: Sequence[Datum], loss_fn: str = "cross_entropy", loss_fn_config: Mapping[str, float] | None = None
+    ) -> APIFuture[ForwardBackwardOutput]:
+        """Adds the gradient of the summed loss of `data` to the session's, until `optim_step`.
+
+        Raises `DatumError` or `LossError` at once, and then nothing was sent. A call that fails later adds nothing.
+        """
+        return self._submit(self._loss_op(data, loss_fn, loss_fn_config, backward=True))
+
+    def optim_step(self, adam_params: AdamParams | None = None) -> APIFuture[OptimStepResponse]:
+        """One AdamW step with the accumulated gradient, which is then cleared.
+
+        The future raises `EmptyGradientError` if nothing was accumulated.
+        """
+        return self._submit(OptimStepOp(as_typed(AdamParams, adam_params)))
+
+    def save_weights_for_sampler(self, name: str) -> APIFuture[SaveWeightsForSamplerResponse]:
+        """Makes the weights as of now a version that samplers answer from. It never changes afterwards."""
+        future = self._submit(SaveForSamplerOp(name))
+        self._newest = future
+        return future
+
+    def save_weights_and_get_sampling_client(self, name: str | None = None) -> SamplingClient:
+        """Saves and returns a client pinned to the new version. Blocks until every replica has it."""
+        saved = self.save_weights_for_sampler(name or "unnamed")
+        wait_with_progress(saved, f"sampler of {self._info.base_model}", self._pool.phase.remote, self._timeout_s)
+        return self._sampling_client(VersionUri.parse(saved.result().path))
+
+    def create_sampling_client(self, model_path: str | None = None) -> SamplingClient:
+        """A client of the version `model_path`, of the session's newest version, or of the base model if there is none.
+
+        Blocks until the samplers are ready. Raises `SamplerExpiredError` if the version is not live.
+        """
+        self._check_running()
+        if model_path is not None:
+            uri: VersionUri | None = VersionUri.parse(model_path)
+        else:
+            uri = VersionUri.parse(self._newest.result(self._timeout_s).path) if self._newest else None
+        ready = self._pool.start.remote()
+        wait_with_progress(ready, f"sampler of {self._info.base_model}", self._pool.phase.remote, self._timeout_s)
+        if uri is not None and not ray.get(self._pool.has_version.remote(uri)):
+            raise SamplerExpiredError(f"{uri} is not live in this session's samplers: save again, or use a newer one.")
+        return self._sampling_client(uri)
+
+    def get_tokenizer(self) -> Any:
+        """The base model's tokenizer (transformers), from the cluster."""
+        if self._tokenizer is None:
+            self._check_running()
+            self._tokenizer = load_tokenizer(ray.get(self._host.tokenizer_files.remote()))
+        return self._tokenizer
+
+    def get_info(self) -> SessionInfo:
+        return self._info
+
+    def stop(self) -> None:
+        """Ends the session and frees what it held. Safe to call again."""
+        if not self._stopped:
+            self._stopped = True
+            APIFuture(self._manager.stop_session.remote(self._info.session_id)).result()
+
+    def _loss_op(
+        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, float] | None, *, backward: bool
+    ) -> LossOp:
+        self._check_running()
+        spec = get_loss(loss_fn)
+        config = resolve_config(spec, loss_fn_config)
+        batch = pack(data, spec, vocab_size=self._info.vocab_size, context_length=self._info.context_length)
+        lengths = tuple(batch.lengths.tolist())
+        return LossOp((ray.put(batch),), loss_fn, config, lengths, backward)
+
+    def _submit(self, op: Operation) -> APIFuture[Any]:
+        self._check_running()
+        session_id = self._info.session_id
+        with self._lock:
+            self._last_seq += 1
+            seq_id = self._last_seq
+        ref = self._host.submit.remote(session_id, seq_id, op)
+        return APIFuture(ref, lambda: ray.get(self._host.cancel.remote(session_id, seq_id)))
+
+    def _sampling_client(self, uri: VersionUri | None) -> SamplingClient:
+        info = self._info
+        return SamplingClient(self._pool, uri, vocab_size=info.vocab_size, context_length=info.context_length)
+
+    def _check_running(self) -> None:
+        if self._stopped:
+            raise SessionStoppedError(f"Session {self._info.session_id} was stopped. Create a new one.")
+
+    def __enter__(self) -> TrainingClient:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise ConfigError(
+            "A TrainingClient numbers its operations and cannot be copied to another process. Send a SamplingClient, or "
+            "call this one from its own process."
+        )
+
+    def __repr__(self) -> str:
+        info = self._info
+        return f"TrainingClient({info.session_id}, {info.base_model}, rank {info.rank})"
