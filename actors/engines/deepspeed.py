@@ -7,7 +7,6 @@ goes through the modules and the backward is autograd's, not DeepSpeed's, whose 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -20,10 +19,11 @@ import transformers
 from raysessions.actors.engines import attention, target_modules
 from raysessions.actors.engines.adapter import Adapter, activate
 from raysessions.actors.engines.protocol import AdapterFacts, AdapterWeights, LossResult, ModelFacts
-from raysessions.actors.maths.batching import plan_micro_batches, position_ids, positions, select
+from raysessions.actors.maths.batching import positions, select
 from raysessions.actors.maths.logprobs import target_logprobs
 from raysessions.actors.maths.losses import LOSS_FNS, LossOutput
 from raysessions.actors.maths.metrics import Part
+from raysessions.actors.maths.rows import Row, Segment, plan_rows
 from raysessions.batch import Batch
 from raysessions.config import LoraConfig, TrainingConfig
 from raysessions.errors import ConfigError
@@ -73,11 +73,11 @@ class DeepSpeedEngine:
             metrics=[],
         )
         with self._all_or_nothing(adapter) if backward else torch.no_grad():
-            for indices in plan_micro_batches(batch.lengths, self._max_tokens):
-                logprobs_T, output = self._micro_batch(select(batch, indices), loss_fn, config)
+            for row in plan_rows(batch, self._max_tokens):
+                logprobs_T, output = self._run_row(row, select(batch, row.indices), loss_fn, config)
                 if backward:
                     output.per_token_T.sum().backward()
-                at = positions(batch, indices)
+                at = positions(batch, row.indices)
                 result.logprobs[at] = logprobs_T.detach().cpu().numpy()
                 result.elementwise_loss[at] = output.per_token_T.detach().cpu().numpy()
                 result.metrics.append(output.metrics)
@@ -110,25 +110,29 @@ class DeepSpeedEngine:
             raise
         adapter.has_gradient = True
 
-    def _micro_batch(self, batch: Batch, loss_fn: str, config: Mapping[str, float]) -> tuple[torch.Tensor, LossOutput]:
-        """Forward of one packed row. Returns the logprobs with their graph, and the loss."""
+    def _run_row(self, row: Row, batch: Batch, loss_fn: str, config: Mapping[str, float]) -> tuple[torch.Tensor, LossOutput]:
+        """Forward of one row with the datums `batch`. Returns the logprobs with their graph, and the loss."""
         inputs = {key: self._tensor(column) for key, column in batch.inputs.items()}
         trained_T = torch.ones(len(batch.tokens), dtype=torch.bool, device=self.device)
         for gate in LOSSES[loss_fn].gates:
             trained_T &= inputs[gate] != 0
-        hidden_TH = self._hidden(batch)
-        logprobs_T = target_logprobs(hidden_TH, self._head, self._tensor(batch.target_tokens), trained_T)
+        # Datums that share a prompt ask for the same logprobs in it: each pair of position and target once.
+        pairs, pair_T = np.unique(np.stack([row.source, batch.target_tokens]), axis=1, return_inverse=True)
+        pair_T = self._tensor(pair_T)
+        trained_P = torch.zeros(pairs.shape[1], dtype=torch.bool, device=self.device)
+        trained_P[pair_T[trained_T]] = True
+        hidden_PH = self._hidden(row)[self._tensor(pairs[0])]
+        logprobs_T = target_logprobs(hidden_PH, self._head, self._tensor(pairs[1]), trained_P)[pair_T]
         return logprobs_T, LOSS_FNS[loss_fn](logprobs_T, inputs, config)
 
-    def _hidden(self, batch: Batch) -> torch.Tensor:
-        """The last hidden states of the packed sequences, shape (num_tokens, hidden size)."""
-        bounds = batch.offsets.tolist()
+    def _hidden(self, row: Row) -> torch.Tensor:
+        """The last hidden states of the row, shape (num_unique, hidden size)."""
         with self._autocast():
             output = self._model.get_decoder()(
-                input_ids=self._tensor(batch.tokens)[None],
-                position_ids=self._tensor(position_ids(batch))[None],
+                input_ids=self._tensor(row.tokens)[None],
+                position_ids=self._tensor(row.position_ids)[None],
                 use_cache=False,
-                segments=list(itertools.pairwise(bounds)),
+                segments=row.segments,
             )
         return output.last_hidden_state[0]
 
@@ -139,15 +143,15 @@ class DeepSpeedEngine:
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         # Arrays mapped from the object store are read-only; select() has copied these.
-        return torch.from_numpy(array).to(self.device)
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
 
     @torch.no_grad()
     def _check_head(self) -> None:
         """Refuses a model whose logits are not plainly hidden @ weightᵀ (soft caps, scales, biases)."""
         tokens = np.arange(16, dtype=np.int64) % self.facts.vocab_size
-        batch = Batch(tokens, np.array([0, 16]), np.roll(tokens, -1), {})
-        targets_T = self._tensor(batch.target_tokens)
-        ours_T = target_logprobs(self._hidden(batch), self._head, targets_T, torch.zeros(16, dtype=torch.bool))
+        row = Row([0], tokens, np.arange(16), [Segment(0, 16)], np.arange(16))
+        targets_T = self._tensor(np.roll(tokens, -1))
+        ours_T = target_logprobs(self._hidden(row), self._head, targets_T, torch.zeros(16, dtype=torch.bool))
         with self._autocast():
             logits_TV = self._model(self._tensor(tokens)[None], use_cache=False).logits[0].float()
         theirs_T = logits_TV.log_softmax(-1).gather(-1, targets_T[:, None]).squeeze(-1)

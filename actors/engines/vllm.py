@@ -117,6 +117,9 @@ def engine_arguments(folder: Path, config: SamplingConfig) -> dict[str, Any]:
         arguments |= {
             "kv_cache_memory_bytes": kv_cache_bytes,
             "enforce_eager": True,
+            # vLLM's 128 shares no prompt below 128 tokens between the samples of a group: 32 takes a GRPO step's sampling
+            # from 2.2 to 1.5 s, for 9 % less decoding speed.
+            "block_size": 32,
             # A prompt split over two steps makes vLLM 0.32 rewind a seeded request's generator, which a CPU generator
             # cannot do: the engine dies ("CPU Generator does not use offset").
             "enable_chunked_prefill": False,

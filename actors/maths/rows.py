@@ -1,0 +1,153 @@
+"""Rows: datums packed into one pass of the model, with a shared prompt computed once.
+
+The samples of one prompt differ only in their answers. Where datums begin with the same tokens, those tokens stand in the
+row once, and each rest attends to them: the same logprobs and, by the chain rule, the same summed gradient, for a fraction
+of the tokens (a group of 8 answers of 13 tokens to a prompt of 37 goes through as 141 tokens instead of 400).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from raysessions.batch import Batch
+
+MIN_SHARED_TOKENS = 16
+"""A shorter common beginning is not worth a segment of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A run of tokens in a row that attend to each other causally."""
+
+    begin: int
+    end: int
+    prefix: tuple[int, int] | None = None
+    """The run before them in the row that they also see whole; None when the segment begins its sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One micro-batch."""
+
+    indices: list[int]
+    """Its datums in the batch."""
+    tokens: np.ndarray
+    """int64, shape (num_unique,): what goes through the model."""
+    position_ids: np.ndarray
+    """int64, shape (num_unique,): each token's place in its sequence."""
+    segments: list[Segment]
+    source: np.ndarray
+    """int64, shape (num_tokens,): for the tokens of its datums, end to end, where each stands in the row."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """Datums that begin with the same `num_shared` tokens."""
+
+    indices: list[int]
+    num_shared: int
+    num_unique: int
+
+
+def plan_rows(batch: Batch, max_tokens: int) -> list[Row]:
+    """Packs all datums into rows of at most `max_tokens` unique tokens; a longer datum gets a row of its own.
+
+    First fit, longest first: within 22 % of the fewest rows (Johnson 1973). The same batch gives the same plan.
+    """
+    families = [part for family in _families(batch) for part in _split(batch, family, max_tokens)]
+    families.sort(key=lambda family: (-family.num_unique, family.indices[0]))
+    bins: list[list[_Family]] = []
+    room: list[int] = []
+    for family in families:
+        slot = next((slot for slot, free in enumerate(room) if free >= family.num_unique), None)
+        if slot is None:
+            bins.append([])
+            room.append(max_tokens)
+            slot = len(bins) - 1
+        bins[slot].append(family)
+        room[slot] -= family.num_unique
+    return [_row(batch, families) for families in bins]
+
+
+def _families(batch: Batch) -> list[_Family]:
+    """Groups datums by common beginning. Sorted by their tokens, those that share most are neighbours."""
+    sequences = [batch.tokens[begin:end] for begin, end in zip(batch.offsets[:-1], batch.offsets[1:], strict=True)]
+    order = sorted(range(batch.num_datums), key=lambda i: (sequences[i].astype(">i8").tobytes(), i))
+    families: list[_Family] = []
+    members = [order[0]]
+    shared = 0
+    for previous, current in itertools.pairwise(order):
+        common = _common_length(sequences[previous], sequences[current])
+        joined = common if len(members) == 1 else min(shared, common)
+        recomputed = len(members) * (shared - joined) if len(members) > 1 else 0
+        if joined >= MIN_SHARED_TOKENS and recomputed <= joined:
+            members.append(current)
+            shared = joined
+        else:
+            families.append(_family(batch, members, shared))
+            members, shared = [current], 0
+    families.append(_family(batch, members, shared))
+    return families
+
+
+def _common_length(a: np.ndarray, b: np.ndarray) -> int:
+    """Leading tokens that are equal, less than either length: each datum keeps a token of its own."""
+    limit = min(len(a), len(b)) - 1
+    different = np.flatnonzero(a[:limit] != b[:limit])
+    return int(different[0]) if len(different) else limit
+
+
+def _family(batch: Batch, indices: Sequence[int], num_shared: int) -> _Family:
+    num_unique = num_shared + sum(int(batch.lengths[i]) - num_shared for i in indices)
+    return _Family(sorted(indices), num_shared, num_unique)
+
+
+def _split(batch: Batch, family: _Family, max_tokens: int) -> list[_Family]:
+    """The family in parts that fit into a row, each with the shared beginning again."""
+    parts: list[list[int]] = []
+    room = 0
+    for index in family.indices:
+        own = int(batch.lengths[index]) - family.num_shared
+        if not parts or own > room:
+            parts.append([])
+            room = max_tokens - family.num_shared
+        parts[-1].append(index)
+        room -= own
+    return [_family(batch, part, family.num_shared if len(part) > 1 else 0) for part in parts]
+
+
+def _row(batch: Batch, families: list[_Family]) -> Row:
+    tokens: list[np.ndarray] = []
+    position_ids: list[np.ndarray] = []
+    segments: list[Segment] = []
+    sources: dict[int, np.ndarray] = {}
+    end = 0
+
+    def lay(index: int, first: int, last: int, prefix: tuple[int, int] | None) -> tuple[int, int]:
+        """Puts tokens first…last of a datum at the row's end; returns where they stand."""
+        nonlocal end
+        offset = int(batch.offsets[index])
+        tokens.append(batch.tokens[offset + first : offset + last])
+        position_ids.append(np.arange(first, last))
+        begin, end = end, end + last - first
+        segments.append(Segment(begin, end, prefix))
+        return begin, end
+
+    for family in families:
+        shared = family.num_shared
+        prefix = lay(family.indices[0], 0, shared, None) if shared else None
+        for index in family.indices:
+            own = lay(index, shared, int(batch.lengths[index]), prefix)
+            sources[index] = np.concatenate([np.arange(*(prefix or (0, 0))), np.arange(*own)])
+    indices = sorted(sources)
+    return Row(
+        indices=indices,
+        tokens=np.concatenate(tokens),
+        position_ids=np.concatenate(position_ids),
+        segments=segments,
+        source=np.concatenate([sources[index] for index in indices]),
+    )

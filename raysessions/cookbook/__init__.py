@@ -1,0 +1,1 @@
+"""Shared parts of recipes: environments, rollouts, tables. They use the public clients only."""
