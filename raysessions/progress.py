@@ -13,6 +13,7 @@ from raysessions.errors import RequestTimeoutError
 from raysessions.future import APIFuture
 
 POLL_S = 0.25
+READY = "ready"
 SPEAK_S = 30.0
 """Without a new phase, a line is printed this often."""
 
@@ -30,13 +31,15 @@ def wait_with_progress(ref: ray.ObjectRef, what: str, phase: Callable[[], ray.Ob
         if now - started > timeout_s:
             raise RequestTimeoutError(f"{what} was not ready within {timeout_s:g} s (still {shown}). Raise timeout_s.")
         current = _current(phase, shown)
-        if current != shown or now - spoken > SPEAK_S:
+        if current == READY:  # started already: there is nothing to tell
+            current = shown
+        if current != shown or (shown and now - spoken > SPEAK_S):
             _say(what, f"{current} …", now - started)
             shown, spoken = current, now
         ray.wait([ref], timeout=POLL_S, fetch_local=False)
     result = future.result()
-    if shown is not None and shown != "ready":
-        _say(what, "ready", time.monotonic() - started)
+    if shown is not None:
+        _say(what, READY, time.monotonic() - started)
     return result
 
 

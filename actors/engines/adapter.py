@@ -7,6 +7,7 @@ optimizer step, a clip, a copy or a save is one operation over one array whateve
 from __future__ import annotations
 
 import math
+import warnings
 
 import torch
 from peft import LoraConfig as PeftLoraConfig
@@ -34,7 +35,9 @@ class Adapter:
         self.lora = lora
         self.target_modules = target_modules
         config = PeftLoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=list(target_modules), lora_dropout=0.0)
-        inject_adapter_in_model(config, model, adapter_name=name)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Already found a `peft_config`")  # several adapters are what we want
+            inject_adapter_in_model(config, model, adapter_name=name)
         self.layers: list[tuple[str, LoraLayer]] = [
             (path, module) for path, module in model.named_modules() if isinstance(module, LoraLayer) and name in module.lora_A
         ]

@@ -1,0 +1,68 @@
+"""One local Ray, one training host and one sampling engine for all tests of a session."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tiny_model import make_tiny_model
+
+# The tests' own mathematics and the actors' share two cores.
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.pop("RAY_ADDRESS", None)
+
+REPOSITORY = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a Llama of two layers, float32, context 512, and a byte tokenizer."""
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def service() -> Iterator:  # type: ignore[type-arg]
+    """A ServiceClient on a local Ray."""
+    import raysessions as rs
+
+    with rs.ServiceClient() as service:
+        yield service
+
+
+@pytest.fixture(scope="session")
+def resident(service, tiny_model: Path):  # type: ignore[no-untyped-def]
+    """A session that lives as long as the tests, so that the others find host and sampler running."""
+    with service.create_lora_training_client(str(tiny_model), rank=8, seed=1, name="resident") as training:
+        training.create_sampling_client()
+        yield training
+
+
+@pytest.fixture
+def training(service, resident, tiny_model: Path):  # type: ignore[no-untyped-def]
+    """A fresh session on the resident host: LoRA rank 8, seed 0."""
+    with service.create_lora_training_client(str(tiny_model), rank=8, seed=0) as training:
+        yield training
+
+
+@pytest.fixture(scope="session")
+def engine_factory(tiny_model: Path):  # type: ignore[no-untyped-def]
+    """Makes DeepSpeed engines in the test's own process, without Ray."""
+    import socket
+
+    import torch
+
+    from raysessions import TrainingConfig
+    from raysessions.actors.engines.deepspeed import DeepSpeedEngine
+
+    torch.set_num_threads(2)
+
+    def make(**config):  # type: ignore[no-untyped-def]
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        return DeepSpeedEngine(tiny_model, TrainingConfig(**config), master_port=port)
+
+    return make

@@ -1,0 +1,263 @@
+"""The engine's sums against plain transformers and torch, without Ray. Conformance A1, A2, A3, A6, A7, A10."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from datums import arrays, group, supervised
+from transformers import AutoModelForCausalLM
+
+from raysessions import LOSSES, AdamParams
+from raysessions.actors.maths.metrics import merge
+from raysessions.batch import Batch, pack
+from raysessions.config import LoraConfig
+from raysessions.errors import ConfigError, EmptyGradientError, SessionError
+
+LENGTHS = (5, 120, 1, 300, 33, 64)
+
+
+@pytest.fixture(scope="module")
+def engine(engine_factory):
+    return engine_factory(max_tokens_per_micro_batch=200)
+
+
+@pytest.fixture
+def session(engine):
+    """A session whose adapter is random in A and B, so that gradients of both are at work."""
+    engine.add_session("s", LoraConfig(rank=8, alpha=16, seed=3))
+    _randomise(engine, "s")
+    yield "s"
+    engine.remove_session("s")
+
+
+def _randomise(engine, session_id: str, seed: int = 5) -> None:
+    weights = engine._adapters[session_id].weights
+    weights.data.normal_(0, 0.05, generator=torch.Generator().manual_seed(seed))
+
+
+def _batch(data, loss_fn: str = "cross_entropy") -> Batch:
+    return pack(data, LOSSES[loss_fn], vocab_size=259, context_length=512)
+
+
+def _gradient(engine, session_id: str, *calls, loss_fn: str = "cross_entropy") -> torch.Tensor:
+    """The gradient after forward_backward of each of `calls`; the session is left without one."""
+    for data in calls:
+        engine.run_loss(session_id, _batch(data, loss_fn), loss_fn, {}, backward=True)
+    adapter = engine._adapters[session_id]
+    gradient = adapter.gradient.clone()
+    adapter.clear_gradient()
+    return gradient
+
+
+def _reference(engine, tiny_model, session_id: str, data) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Logprobs and gradient of the weighted cross entropy by transformers, one unbatched datum at a time, with the LoRA
+    product merged into the weights by hand and differentiated by autograd."""
+    adapter = engine._adapters[session_id]
+    flat = adapter.weights.detach().clone().requires_grad_()
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32, attn_implementation="eager")
+    parameters = dict(model.named_parameters())
+    begin, merged = 0, {}
+    shapes = [(name, parameter.shape) for name, parameter in adapter._parameters]
+    for (name_a, shape_a), (_, shape_b) in zip(shapes[::2], shapes[1::2], strict=True):
+        a = flat[begin : begin + shape_a.numel()].view(shape_a)
+        begin += shape_a.numel()
+        b = flat[begin : begin + shape_b.numel()].view(shape_b)
+        begin += shape_b.numel()
+        target = name_a.removeprefix("base_model.model.").replace(".lora_A.weight", ".weight")
+        merged[target] = parameters[target].detach() + adapter.lora.alpha / adapter.lora.rank * (b @ a)
+    logprobs, total = [], torch.zeros(())
+    for datum in map(arrays, data):
+        tokens, targets = torch.tensor(datum["tokens"])[None], torch.tensor(datum["target_tokens"])
+        logits = torch.func.functional_call(model, merged, (tokens,), {"use_cache": False}).logits[0]
+        logprobs.append(logits.log_softmax(-1).gather(-1, targets[:, None]).squeeze(-1))
+        total = total - (torch.tensor(datum["weights"]) * logprobs[-1]).sum()
+    return [part.detach() for part in logprobs], torch.autograd.grad(total, flat)[0]
+
+
+def _close(a: torch.Tensor, b: torch.Tensor, rtol: float = 1e-5) -> bool:
+    return ((a - b).norm() / b.norm()).item() < rtol
+
+
+def test_logprobs_and_gradient_equal_an_unbatched_transformers_forward(engine, session, tiny_model):
+    data = supervised(LENGTHS)
+    logprobs, gradient = _reference(engine, tiny_model, session, data)
+    result = engine.run_loss(session, _batch(data), "cross_entropy", {}, backward=True)
+    for begin, reference in zip(np.cumsum([0, *LENGTHS[:-1]]), logprobs, strict=True):
+        np.testing.assert_allclose(result.logprobs[begin : begin + len(reference)], reference, atol=2e-5)
+    assert _close(engine._adapters[session].gradient, gradient)
+    engine._adapters[session].clear_gradient()
+
+
+def test_two_calls_add_up_to_one_call_and_to_one_call_per_datum(engine, session):
+    a, b = supervised(LENGTHS[:3]), supervised(LENGTHS[3:], seed=1)
+    together = _gradient(engine, session, a + b)
+    assert _close(_gradient(engine, session, a, b), together)
+    assert _close(_gradient(engine, session, *([datum] for datum in a + b)), together)
+
+
+@pytest.mark.parametrize("budget", [1, 50, 333, 10_000])
+def test_any_micro_batch_budget_gives_the_same_gradient_and_logprobs(engine_factory, budget):
+    data = supervised((1, 300, 17, 150, 40)) + supervised((2, 16, 299), seed=9)
+    results = []
+    for max_tokens in (200, budget):
+        engine = engine_factory(max_tokens_per_micro_batch=max_tokens)
+        engine.add_session("s", LoraConfig(rank=4, alpha=8, seed=0))
+        _randomise(engine, "s")
+        result = engine.run_loss("s", _batch(data), "cross_entropy", {}, backward=True)
+        results.append((engine._adapters["s"].gradient.clone(), result.logprobs, merge(result.metrics)["loss:sum"]))
+    (gradient, logprobs, loss), (other_gradient, other_logprobs, other_loss) = results
+    assert _close(other_gradient, gradient)
+    np.testing.assert_allclose(other_logprobs, logprobs, atol=2e-5)
+    assert other_loss == pytest.approx(loss, rel=1e-6)
+
+
+def test_a_shared_prompt_computed_once_changes_no_logprob_and_no_gradient(engine, session, monkeypatch):
+    data = group(40, (5, 9, 30, 1, 7, 7, 2, 12)) + group(25, (3, 60), seed=2) + group(300, (20, 4), seed=3)
+    batch = _batch(data, "importance_sampling")
+    shared = engine.run_loss(session, batch, "importance_sampling", {}, backward=False).logprobs
+    shared_gradient = _gradient(engine, session, data, loss_fn="importance_sampling")
+    monkeypatch.setattr("raysessions.actors.maths.rows.MIN_SHARED_TOKENS", 10**9)
+    apart = engine.run_loss(session, batch, "importance_sampling", {}, backward=False).logprobs
+    np.testing.assert_allclose(shared, apart, atol=2e-5)
+    assert _close(shared_gradient, _gradient(engine, session, data, loss_fn="importance_sampling"))
+
+
+def test_optim_step_equals_torch_adamw_with_settings_that_change_between_steps(engine, session):
+    adapter = engine._adapters[session]
+    reference = torch.nn.Parameter(adapter.weights.detach().clone())
+    optimizer = torch.optim.AdamW([reference], lr=1.0)
+    settings = [
+        AdamParams(learning_rate=1e-2),
+        AdamParams(learning_rate=3e-3, beta1=0.5, beta2=0.9, eps=1e-6, weight_decay=0.1),
+        AdamParams(learning_rate=1e-3, beta1=0.95, weight_decay=0.01),
+    ]
+    for step, adam in enumerate(settings):
+        engine.run_loss(session, _batch(supervised(LENGTHS, seed=step)), "cross_entropy", {}, backward=True)
+        reference.grad = adapter.gradient.clone()
+        optimizer.param_groups[0].update(
+            lr=adam.learning_rate, betas=(adam.beta1, adam.beta2), eps=adam.eps, weight_decay=adam.weight_decay
+        )
+        optimizer.step()
+        metrics = engine.optim_step(session, adam)
+        assert metrics["grad_norm:max"] == pytest.approx(reference.grad.norm().item(), rel=1e-5)
+        torch.testing.assert_close(adapter.weights.data, reference.data, rtol=1e-5, atol=1e-7)
+    assert metrics["step:max"] == 3
+
+
+def test_clipping_scales_to_the_norm_and_reports_the_norm_before(engine, session):
+    adapter = engine._adapters[session]
+    full = _gradient(engine, session, supervised(LENGTHS))
+    reference = torch.nn.Parameter(adapter.weights.detach().clone())
+    # eps as large as the gradient: then AdamW's step depends on the gradient's scale, and clipping shows.
+    adam = AdamParams(learning_rate=0.1, eps=1.0, grad_clip_norm=0.5)
+    optimizer = torch.optim.AdamW([reference], lr=0.1, betas=(0.9, 0.95), eps=1.0, weight_decay=0.0)
+    reference.grad = full * (0.5 / full.norm())
+    optimizer.step()
+    engine.run_loss(session, _batch(supervised(LENGTHS)), "cross_entropy", {}, backward=True)
+    assert engine.optim_step(session, adam)["grad_norm:max"] == pytest.approx(full.norm().item(), rel=1e-5)
+    torch.testing.assert_close(adapter.weights.data, reference.data, rtol=1e-5, atol=1e-7)
+
+
+def test_optim_step_without_a_gradient_is_refused_and_changes_nothing(engine, session):
+    before = engine._adapters[session].weights.detach().clone()
+    with pytest.raises(EmptyGradientError, match="forward_backward first"):
+        engine.optim_step(session, AdamParams())
+    engine.run_loss(session, _batch(supervised((4,))), "cross_entropy", {}, backward=False)
+    with pytest.raises(EmptyGradientError):
+        engine.optim_step(session, AdamParams())
+    assert torch.equal(engine._adapters[session].weights, before)
+
+
+def test_a_gradient_that_is_not_finite_is_refused_and_changes_nothing(engine, session):
+    adapter = engine._adapters[session]
+    before = adapter.weights.detach().clone()
+    extreme = group(10, (5,))
+    extreme[0].loss_fn_inputs["logprobs"][:] = -300.0
+    engine.run_loss(session, _batch(extreme, "importance_sampling"), "importance_sampling", {}, backward=True)
+    with pytest.raises(SessionError, match="nothing was applied"):
+        engine.optim_step(session, AdamParams())
+    assert torch.equal(adapter.weights, before)
+    assert not adapter.gradient.any()
+
+
+def test_a_failed_forward_backward_leaves_the_gradient_as_it_was(engine, session, monkeypatch):
+    data = supervised(LENGTHS)
+    engine.run_loss(session, _batch(data), "cross_entropy", {}, backward=True)
+    before = engine._adapters[session].gradient.clone()
+    calls = iter(range(100))
+    run_row = engine._run_row
+
+    def fail_on_the_third(*args):
+        if next(calls) == 2:
+            raise MemoryError("out of memory")
+        return run_row(*args)
+
+    monkeypatch.setattr(engine, "_run_row", fail_on_the_third)
+    with pytest.raises(MemoryError):
+        engine.run_loss(session, _batch(data), "cross_entropy", {}, backward=True)
+    assert torch.equal(engine._adapters[session].gradient, before)
+    engine._adapters[session].clear_gradient()
+
+
+def test_the_frozen_base_is_bit_identical_after_100_steps_and_100_saves(engine, session):
+    before = {name: p.clone() for name, p in engine._model.named_parameters() if "lora_" not in name}
+    data = supervised((20, 7))
+    for _ in range(100):
+        engine.run_loss(session, _batch(data), "cross_entropy", {}, backward=True)
+        engine.optim_step(session, AdamParams(learning_rate=1e-2))
+        engine.export_adapter(session)
+    after = {name: p for name, p in engine._model.named_parameters() if "lora_" not in name}
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_sessions_of_other_rank_and_layers_do_not_touch_each_other(engine, session):
+    data = supervised(LENGTHS)
+    alone = _gradient(engine, session, data)
+    engine.add_session("other", LoraConfig(rank=2, alpha=4, seed=1, train_mlp=False))
+    _randomise(engine, "other", seed=8)
+    engine.run_loss("other", _batch(data), "cross_entropy", {}, backward=True)
+    assert torch.equal(_gradient(engine, session, data), alone)
+    engine.remove_session("other")
+    assert torch.equal(_gradient(engine, session, data), alone)
+
+
+def test_the_same_seed_gives_the_same_adapter_and_another_seed_another(engine):
+    adapters = {}
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        engine.add_session(name, LoraConfig(rank=4, alpha=8, seed=seed))
+        adapters[name] = engine.export_adapter(name)
+        engine.remove_session(name)
+    assert np.array_equal(adapters["a"].flat, adapters["b"].flat)
+    assert not np.array_equal(adapters["a"].flat, adapters["c"].flat)
+    begin = 0
+    for name, shape in adapters["a"].entries:
+        values = adapters["a"].flat[begin : begin + int(np.prod(shape))]
+        begin += int(np.prod(shape))
+        assert values.any() == ("lora_A" in name)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"train_mlp": False}, ("k_proj", "o_proj", "q_proj", "v_proj")),
+        ({"train_attn": False}, ("down_proj", "gate_proj", "up_proj")),
+        ({"target_modules": ("up_proj", "q_proj")}, ("q_proj", "up_proj")),
+    ],
+)
+def test_target_settings_choose_exactly_the_layers_they_name(engine, settings, expected):
+    facts = engine.add_session("t", LoraConfig(rank=3, alpha=8, seed=0, **settings))
+    weights = engine.export_adapter("t")
+    engine.remove_session("t")
+    assert facts.target_modules == expected
+    assert facts.num_modules == 2 * len(expected)
+    assert {name.split(".")[-3] for name, _ in weights.entries} == set(expected)
+    assert all(shape[0 if "lora_A" in name else 1] == 3 for name, shape in weights.entries)
+
+
+def test_unknown_or_no_target_layers_are_refused_with_the_known_ones(engine):
+    with pytest.raises(ConfigError, match="wqkv.*q_proj"):
+        engine.add_session("t", LoraConfig(rank=3, alpha=8, seed=0, target_modules=("wqkv",)))
+    with pytest.raises(ConfigError, match="no layers"):
+        engine.add_session("t", LoraConfig(rank=3, alpha=8, seed=0, train_mlp=False, train_attn=False))
