@@ -47,6 +47,7 @@ class _Session:
     """A training session, or a sampler of a base model (then it has no host)."""
 
     driver_id: str
+    token: str
     pool_key: str
     host_key: str | None = None
 
@@ -76,19 +77,19 @@ class SessionManager:
         self._check_new(driver_id, request.session_id)
         pool = self._pool(request.base_model, request.sampling, request.session_id)
         host_key = _key(request.base_model, request.training, request.sampling)
-        self._sessions[request.session_id] = _Session(driver_id, pool.key, host_key)
+        self._sessions[request.session_id] = _Session(driver_id, request.token, pool.key, host_key)
         host = _get_or_create(self._hosts, host_key, ModelHost, request.base_model, request.training, pool.actor)
         host.users.add(request.session_id)
         info = await self._or_stop(request.session_id, host.actor.open_session.remote(request.session_id, request.lora))
         return host.actor, pool.actor, info
 
     async def create_sampler(
-        self, driver_id: str, session_id: str, base_model: str, config: SamplingConfig
+        self, driver_id: str, session_id: str, token: str, base_model: str, config: SamplingConfig
     ) -> tuple[Any, ModelFacts]:
         """A pool for the base model itself. Returns its handle and the model's facts."""
         self._check_new(driver_id, session_id)
         pool = self._pool(base_model, config, session_id)
-        self._sessions[session_id] = _Session(driver_id, pool.key)
+        self._sessions[session_id] = _Session(driver_id, token, pool.key)
         return pool.actor, await self._or_stop(session_id, pool.actor.start.remote())
 
     async def get_pool(self, session_id: str) -> Any | None:
@@ -106,6 +107,12 @@ class SessionManager:
 
     async def list_sessions(self) -> list[str]:
         return sorted(self._sessions)
+
+    async def give_up(self, session_id: str, token: str) -> None:
+        """Stops a session whose start its driver no longer waits for."""
+        session = self._sessions.get(session_id)
+        if session is not None and session.token == token:
+            await self.stop_session(session_id)
 
     async def stop_session(self, session_id: str) -> None:
         """Frees what only this session used. Safe to call again."""

@@ -12,6 +12,7 @@ import time
 
 import raysessions as rs
 from raysessions.cookbook.arithmetic import MAX_NEW_TOKENS, Accuracy, Arithmetic, Problem
+from raysessions.cookbook.curves import draw_curves
 from raysessions.cookbook.table import StepTable, Stopwatch
 
 PROBLEMS_PER_STEP = 6
@@ -27,7 +28,8 @@ def main() -> None:
         sampler = training.save_weights_and_get_sampling_client("start")
         before = task.evaluate(sampler)
         started = time.perf_counter()
-        rewards, accuracies = [], [before]
+        rewards: list[float] = []
+        accuracies = [before]
         with StepTable(
             "step", "reward", "held-out", "KL", "grad norm", "tok/s", "sample s", "train s", "save s", "eval s"
         ) as table:
@@ -50,7 +52,15 @@ def main() -> None:
                     num_tokens / seconds["sample"], *(seconds[phase] for phase in ("sample", "train", "save", "eval")),
                 )  # fmt: skip
     report(before, accuracies[-1], time.perf_counter() - started)
-    plot(rewards, accuracies, args.plot)
+    draw_curves(
+        args.plot,
+        "GRPO on one-digit addition",
+        {
+            "mean reward, training problems": rewards,
+            "accuracy, held-out, T=1": [accuracy.sampled for accuracy in accuracies],
+            "accuracy, held-out, greedy": [accuracy.greedy for accuracy in accuracies],
+        },
+    )
 
 
 def sample_groups(
@@ -93,22 +103,6 @@ def report(before: Accuracy, after: Accuracy, seconds: float) -> None:
     print(
         f"  sampled, T=1    {before.sampled:8.0%} {after.sampled:8.0%}   {100 * (after.sampled - before.sampled):+.0f} points"
     )
-
-
-def plot(rewards: list[float], accuracies: list[Accuracy], path: str) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
-    axes.plot(range(1, len(rewards) + 1), rewards, marker="o", label="mean reward, training problems")
-    axes.plot([accuracy.sampled for accuracy in accuracies], marker="s", label="accuracy, held-out, T=1")
-    axes.plot([accuracy.greedy for accuracy in accuracies], marker="^", label="accuracy, held-out, greedy")
-    axes.set(xlabel="optimizer step", ylim=(0, 1.05), title="GRPO on one-digit addition")
-    axes.legend(loc="lower right")
-    figure.savefig(path, dpi=120)
-    print(f"Curve: {path}")
 
 
 def parse_args() -> argparse.Namespace:

@@ -58,6 +58,8 @@ class SessionRequest:
     """What a driver asks the SessionManager for."""
 
     session_id: str
+    token: str
+    """Known to the asking driver only: a start that is given up must not stop another session of the same name."""
     base_model: str
     lora: LoraConfig
     training: TrainingConfig

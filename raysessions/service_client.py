@@ -16,7 +16,7 @@ from raysessions.actors.placement import light_actor
 from raysessions.actors.session_manager import DriverAnchor, SessionManager
 from raysessions.cluster import connect
 from raysessions.config import LoraConfig, SamplingConfig, TrainingConfig
-from raysessions.errors import ConfigError, RaySessionsError, SamplerExpiredError
+from raysessions.errors import ConfigError, SamplerExpiredError
 from raysessions.future import APIFuture
 from raysessions.models import CATALOGUE
 from raysessions.operations import SessionRequest
@@ -99,13 +99,14 @@ class ServiceClient:
         )
         request = SessionRequest(
             session_id=new_session_id() if name is None else check_name(name),
+            token=secrets.token_hex(8),
             base_model=base_model,
             lora=lora,
             training=training or self._training,
             sampling=(sampling or self._sampling).for_rank(rank),
         )
         created = self._manager.create_session.remote(self._driver_id, request)
-        host, pool, info = self._await_start(created, base_model, request.session_id, timeout_s)
+        host, pool, info = self._await_start(created, base_model, request.session_id, request.token, timeout_s)
         return TrainingClient(self._manager, host, pool, info, timeout_s=timeout_s)
 
     def create_sampling_client(
@@ -121,10 +122,10 @@ class ServiceClient:
         if (model_path is None) == (base_model is None):
             raise ConfigError("Give exactly one of model_path and base_model.")
         if base_model is not None:
-            session_id = new_session_id("sampler")
+            session_id, token = new_session_id("sampler"), secrets.token_hex(8)
             config = (sampling or self._sampling).for_rank(1)
-            created = self._manager.create_sampler.remote(self._driver_id, session_id, base_model, config)
-            pool, facts = self._await_start(created, f"sampler of {base_model}", session_id, timeout_s)
+            created = self._manager.create_sampler.remote(self._driver_id, session_id, token, base_model, config)
+            pool, facts = self._await_start(created, f"sampler of {base_model}", session_id, token, timeout_s)
             return SamplingClient(pool, None, vocab_size=facts.vocab_size, context_length=facts.context_length)
         uri = VersionUri.parse(str(model_path))
         pool = ray.get(self._manager.get_pool.remote(uri.session_id))
@@ -142,14 +143,11 @@ class ServiceClient:
         with contextlib.suppress(RayActorError):  # the manager has ended already, and then so has all else
             ray.get(self._manager.disconnect.remote(self._driver_id))
 
-    def _await_start(self, created: ray.ObjectRef, what: str, session_id: str, timeout_s: float) -> Any:
+    def _await_start(self, created: ray.ObjectRef, what: str, session_id: str, token: str, timeout_s: float) -> Any:
         try:
             return wait_with_progress(created, what, lambda: self._manager.phase.remote(session_id), timeout_s)
-        except RaySessionsError:
-            ray.get(self._manager.stop_session.remote(session_id))
-            raise
-        except BaseException:  # Ctrl-C above all
-            ray.get(self._manager.stop_session.remote(session_id))
+        except BaseException:  # a time-out or Ctrl-C; after an error of its own the manager has nothing left to stop
+            ray.get(self._manager.give_up.remote(session_id, token))
             raise
 
     def _meet_manager(self) -> Any:

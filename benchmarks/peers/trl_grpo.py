@@ -118,9 +118,7 @@ def reward(answer: str, total: int) -> float:
 
 
 def lora_config() -> LoraConfig:
-    return LoraConfig(
-        r=LORA_RANK, lora_alpha=LORA_ALPHA, lora_dropout=0.0, target_modules=LORA_MODULES, task_type="CAUSAL_LM"
-    )
+    return LoraConfig(r=LORA_RANK, lora_alpha=LORA_ALPHA, lora_dropout=0.0, target_modules=LORA_MODULES, task_type="CAUSAL_LM")
 
 
 def grpo_config(args: argparse.Namespace, scratch: str) -> GRPOConfig:
