@@ -7,11 +7,11 @@ from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any
 
-from raysessions.actors.engines.protocol import AdapterFacts, ModelFacts
 from raysessions.actors.op_queue import Entry, OpQueue
+from raysessions.actors.protocol import AdapterFacts, ModelFacts
 from raysessions.actors.training_group import TrainingGroup
 from raysessions.config import LoraConfig, TrainingConfig
-from raysessions.errors import SessionError
+from raysessions.errors import SessionError, SessionStoppedError
 from raysessions.models import local_folder, tokenizer_files
 from raysessions.operations import LossOp, Operation, OptimStepOp, SaveForSamplerOp
 from raysessions.types import SaveWeightsForSamplerResponse, SessionInfo
@@ -43,6 +43,7 @@ class ModelHost:
         self._pool = pool
         self._queue = OpQueue()
         self._sessions: dict[str, _Session] = {}
+        self._opening: set[str] = set()
         self._starting: asyncio.Task[None] | None = None
         self._running: set[asyncio.Task[None]] = set()
         self._phase = "placing"
@@ -55,8 +56,15 @@ class ModelHost:
         """Adds a session, loading the base model first if it is the first one."""
         if self._starting is None:
             self._starting = asyncio.create_task(self._start())
-        await asyncio.shield(self._starting)
-        facts = await self._group.add_session(session_id, lora)
+        self._opening.add(session_id)
+        try:
+            await asyncio.shield(self._starting)
+            facts = await self._group.add_session(session_id, lora)
+            if session_id not in self._opening:  # closed meanwhile
+                await self._group.remove_session(session_id)
+                raise SessionStoppedError(f"Session {session_id} was stopped while it was starting.")
+        finally:
+            self._opening.discard(session_id)
         info = SessionInfo(
             session_id=session_id,
             base_model=self._base_model,
@@ -74,6 +82,7 @@ class ModelHost:
         return info
 
     async def close_session(self, session_id: str) -> None:
+        self._opening.discard(session_id)
         if session_id in self._queue:
             self._queue.close(session_id)
             self._sessions.pop(session_id)
@@ -113,7 +122,12 @@ class ModelHost:
             await slots.acquire()
             entry = await self._queue.next()
             # Called here, not in the task: the ranks see operations in the order of this loop.
-            response = self._dispatch(entry, slots)
+            try:
+                response = self._dispatch(entry, slots)
+            except SessionError as error:
+                entry.outcome.set_exception(error)
+                slots.release()
+                continue
             task = asyncio.create_task(_settle(entry, response))
             self._running.add(task)
             task.add_done_callback(self._running.discard)
@@ -128,7 +142,6 @@ class ModelHost:
             case SaveForSamplerOp(name):
                 return self._publish(self._sessions[entry.session_id], name, slots)
             case unknown:
-                slots.release()
                 raise SessionError(f"Unknown operation {type(unknown).__name__}: client and cluster differ in version.")
 
     def _publish(self, session: _Session, name: str, slots: asyncio.Semaphore) -> Awaitable[Any]:

@@ -52,11 +52,13 @@ class OpQueue:
         return session_id in self._sessions
 
     def submit(self, session_id: str, seq_id: int, op: Any) -> asyncio.Future[Any]:
-        """Puts `op` in line. A number seen before gets the first one's outcome, and its op is not run."""
+        """Puts `op` in line. A number seen before gets the first one's outcome, and its op is not run again."""
         if session_id not in self._sessions:
             raise SessionStoppedError(f"Session {session_id} was stopped, or never was. Create a new one.")
         session = self._sessions[session_id]
         if seq_id in session.entries:
+            if session.entries[seq_id].op != op:
+                raise ValidationError(f"Operation {seq_id} of session {session_id} was another one: numbers are used once.")
             return session.entries[seq_id].outcome
         if seq_id < session.next_seq:
             raise ValidationError(f"Operation {seq_id} of session {session_id} ended too long ago: its result is gone.")

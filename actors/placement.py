@@ -58,17 +58,17 @@ def _asked(options: dict[str, Any]) -> str:
 
 
 def _free() -> str:
-    """CPUs, GPUs and custom resources that each node has left."""
+    """What each node has left of its CPUs, GPUs and custom resources."""
     from ray._private.state import available_resources_per_node
 
-    names = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    available = available_resources_per_node()
     nodes = []
-    for node_id, free in available_resources_per_node().items():
-        shown = {
-            name: amount
-            for name, amount in free.items()
+    for node in ray.nodes():
+        free = available.get(node["NodeID"], {})
+        shown = [
+            f"{name} {free.get(name, 0):g} of {total:g}"
+            for name, total in sorted(node["Resources"].items())
             if not name.startswith(("node:", "accelerator_type:")) and "memory" not in name
-        }
-        amounts = ", ".join(f"{name} {amount:g}" for name, amount in sorted(shown.items())) or "nothing"
-        nodes.append(f"{names.get(node_id, node_id)} {amounts}")
+        ]
+        nodes.append(f"{node['NodeManagerAddress']} {', '.join(shown)}")
     return "; ".join(nodes)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import ray
 
-from raysessions.actors.engines.protocol import ModelFacts
+from raysessions.actors.protocol import ModelFacts
 from raysessions.actors.threads import limit_threads
 from raysessions.config import SamplingConfig
 from raysessions.models import local_folder
@@ -15,7 +15,7 @@ from raysessions.operations import SampleRequest
 from raysessions.types import SampleResponse
 
 if TYPE_CHECKING:
-    from raysessions.actors.engines.protocol import SamplingEngine
+    from raysessions.actors.protocol import SamplingEngine
 
 
 class SamplingActor:

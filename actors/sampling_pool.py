@@ -11,8 +11,8 @@ from typing import Any
 import ray
 
 from raysessions.actors.answer import answer
-from raysessions.actors.engines.protocol import ModelFacts
 from raysessions.actors.placement import place_engine_actor
+from raysessions.actors.protocol import ModelFacts
 from raysessions.actors.sampling_actor import SamplingActor
 from raysessions.config import SamplingConfig
 from raysessions.errors import SamplerExpiredError, SamplingPoolError

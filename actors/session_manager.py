@@ -11,9 +11,9 @@ import ray
 from ray.exceptions import RayError
 
 from raysessions.actors.answer import answer
-from raysessions.actors.engines.protocol import ModelFacts
 from raysessions.actors.model_host import ModelHost
 from raysessions.actors.placement import light_actor
+from raysessions.actors.protocol import ModelFacts
 from raysessions.actors.sampling_pool import SamplingPool
 from raysessions.config import SamplingConfig, TrainingConfig
 from raysessions.errors import ConfigError, SessionError, SessionStoppedError

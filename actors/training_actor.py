@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 import ray
 
-from raysessions.actors.engines.protocol import AdapterFacts, AdapterWeights, LossResult, ModelFacts
+from raysessions.actors.protocol import AdapterFacts, AdapterWeights, LossResult, ModelFacts
 from raysessions.actors.threads import limit_threads
 from raysessions.config import LoraConfig, TrainingConfig
 from raysessions.models import local_folder
 from raysessions.types import AdamParams
 
 if TYPE_CHECKING:
-    from raysessions.actors.engines.protocol import TrainingEngine
+    from raysessions.actors.protocol import TrainingEngine
     from raysessions.operations import LossOp
 
 

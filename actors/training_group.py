@@ -13,9 +13,9 @@ import numpy as np
 import ray
 
 from raysessions.actors.answer import answer
-from raysessions.actors.engines.protocol import AdapterFacts, LossResult, ModelFacts
 from raysessions.actors.maths.metrics import merge
 from raysessions.actors.placement import place_engine_actor
+from raysessions.actors.protocol import AdapterFacts, LossResult, ModelFacts
 from raysessions.actors.training_actor import TrainingActor
 from raysessions.config import LoraConfig, TrainingConfig
 from raysessions.errors import TrainingGroupError

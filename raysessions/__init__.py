@@ -9,6 +9,7 @@ with service.create_lora_training_client("smollm2-135m-instruct") as training:
 """
 
 from raysessions.config import SamplingConfig, TrainingConfig
+from raysessions.datums import datum_for_rl, datum_for_supervised
 from raysessions.errors import (
     ClusterUnreachableError,
     ConfigError,
@@ -45,8 +46,6 @@ from raysessions.types import (
     SaveWeightsForSamplerResponse,
     SessionInfo,
     TensorData,
-    datum_for_rl,
-    datum_for_supervised,
 )
 
 __version__ = "0.1.0"

@@ -5,7 +5,8 @@ The flat layout goes through Ray's object store without a copy: every rank maps 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,19 @@ class Batch:
     """int64, shape (num_tokens,)."""
     inputs: dict[str, np.ndarray]
     """The loss's other inputs by name, float32, each of shape (num_tokens,)."""
+
+    def digest(self) -> str:
+        """The same for batches of the same content."""
+        state = hashlib.blake2b(digest_size=16)
+        for name, column in (
+            ("tokens", self.tokens),
+            ("offsets", self.offsets),
+            ("targets", self.target_tokens),
+            *self.inputs.items(),
+        ):
+            state.update(name.encode())
+            state.update(np.ascontiguousarray(column).data)
+        return state.hexdigest()
 
     @property
     def num_datums(self) -> int:
@@ -68,7 +82,10 @@ def pack(data: Sequence[Any], spec: LossSpec, *, vocab_size: int, context_length
 def _tokens(index: int, datum: Any, context_length: int) -> np.ndarray:
     if not (hasattr(datum, "model_input") and hasattr(datum, "loss_fn_inputs")):
         raise DatumError(f"data[{index}] is a {type(datum).__name__}, not a Datum.")
-    sequence = np.asarray(as_model_input(datum.model_input).to_ints(), dtype=np.int64)
+    try:
+        sequence = np.asarray(as_model_input(datum.model_input).to_ints(), dtype=np.int64)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise DatumError(f"data[{index}].model_input is not a ModelInput of whole token ids: {error}.") from error
     if len(sequence) == 0:
         raise DatumError(f"data[{index}].model_input is empty: give at least one token.")
     if len(sequence) > context_length:
@@ -80,9 +97,11 @@ def _tokens(index: int, datum: Any, context_length: int) -> np.ndarray:
 
 def _loss_inputs(index: int, datum: Any, spec: LossSpec, length: int) -> dict[str, np.ndarray]:
     given = datum.loss_fn_inputs
+    if not isinstance(given, Mapping):
+        raise DatumError(f"data[{index}].loss_fn_inputs must be a dict, not {type(given).__name__}.")
     if unknown := set(given) - {"target_tokens", *spec.all_inputs}:
         known = ", ".join(("target_tokens", *spec.all_inputs))
-        raise DatumError(f"data[{index}].loss_fn_inputs[{min(unknown)!r}] is not an input of {spec.name!r}: {known}.")
+        raise DatumError(f"data[{index}].loss_fn_inputs[{min(unknown, key=str)!r}] is not an input of {spec.name!r}: {known}.")
     columns = {}
     for key in ("target_tokens", *spec.all_inputs):
         if key not in given:
@@ -104,11 +123,10 @@ def _array(index: int, key: str, value: Any) -> np.ndarray:
     """`value` as int64 (target_tokens) or float32 (all else)."""
     where = f"data[{index}].loss_fn_inputs[{key!r}]"
     if not isinstance(value, TensorData):
-        # tinker's TensorData and torch tensors have to_numpy() or numpy(); the rest numpy reads by itself.
+        # tinker's TensorData has to_numpy(); lists and the like numpy reads by itself.
         value = value.to_numpy() if hasattr(value, "to_numpy") else value
-        value = value.detach().cpu().numpy() if hasattr(value, "detach") else value
         try:
-            value = TensorData.from_numpy(np.asarray(value))
+            value = TensorData.from_torch(value) if hasattr(value, "detach") else TensorData.from_numpy(np.asarray(value))
         except ValueError as error:
             raise DatumError(f"{where} is not a rectangular array of numbers: {error}.") from error
     array = value.to_numpy()
@@ -116,8 +134,8 @@ def _array(index: int, key: str, value: Any) -> np.ndarray:
         raise DatumError(f"{where} must hold numbers, not {array.dtype}.")
     if key != "target_tokens":
         return array.astype(np.float32, copy=False)
-    if array.dtype.kind == "f" and not np.array_equal(array, np.floor(array)):
-        raise DatumError(f"{where} must hold token ids, but has fractions.")
+    if array.dtype.kind == "f" and not (np.isfinite(array).all() and np.array_equal(array, np.floor(array))):
+        raise DatumError(f"{where} must hold token ids, but has fractions or numbers that are not finite.")
     return array.astype(np.int64, copy=False)
 
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Generator
 from typing import Any, Generic, TypeVar
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError, TaskCancelledError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError, TaskCancelledError
 
-from raysessions.errors import RequestCancelledError, RequestTimeoutError, SessionStoppedError
+from raysessions.errors import RequestCancelledError, RequestTimeoutError, SessionError, SessionStoppedError
 
 T = TypeVar("T")
 
@@ -48,7 +48,7 @@ class APIFuture(ray.ObjectRef, Generic[T]):
             raise RequestTimeoutError(
                 f"Not finished within {timeout} s. The operation goes on: call result() again to wait longer."
             ) from error
-        except (RayTaskError, RayActorError, TaskCancelledError) as error:
+        except RayError as error:
             raise own_error(error) from error
 
     def done(self) -> bool:
@@ -67,7 +67,8 @@ class APIFuture(ray.ObjectRef, Generic[T]):
         return None
 
     def cancel(self) -> bool:
-        """True if the operation had not begun and now never will: `result()` raises `RequestCancelledError`.
+        """True if the operation had not begun and now never will, or was a sample and is given up: `result()` then raises
+        `RequestCancelledError`. False for an operation that runs or has ended.
 
         On a copy that was pickled to another process it does nothing and returns False.
         """
@@ -76,7 +77,7 @@ class APIFuture(ray.ObjectRef, Generic[T]):
     def __await__(self) -> Generator[Any, None, T]:
         try:
             return (yield from self._ref.__await__())
-        except (RayTaskError, RayActorError, TaskCancelledError) as error:
+        except RayError as error:
             raise own_error(error) from error
 
     def __repr__(self) -> str:
@@ -84,16 +85,17 @@ class APIFuture(ray.ObjectRef, Generic[T]):
 
 
 def own_error(error: BaseException) -> BaseException:
-    """What a Ray error means to the user: our error where an actor raised one, a sentence where an actor is gone."""
+    """What a Ray error means to the user: our error where an actor raised one, a sentence where Ray itself did."""
     if isinstance(error, RayTaskError):
-        cause = error.cause
-        return own_error(cause) if isinstance(cause, RayTaskError | RayActorError | TaskCancelledError) else cause
+        return own_error(error.cause) if isinstance(error.cause, RayError) else error.cause
     if isinstance(error, TaskCancelledError):
         return RequestCancelledError("Cancelled.")
-    return SessionStoppedError(
-        "The session's actors are gone: it was stopped, or its process died. Create a new session. "
-        f"Ray says: {str(error).strip().splitlines()[0]}"
-    )
+    said = f"Ray says: {str(error).strip().partition(chr(10))[0]}"
+    if isinstance(error, RayActorError):
+        return SessionStoppedError(
+            f"The session's actors are gone: it was stopped, or its process died. Create a new session. {said}"
+        )
+    return SessionError(f"Ray could not deliver the result: a node or its memory was lost. Call again. {said}")
 
 
 def _refuse_in_event_loop() -> None:

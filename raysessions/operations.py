@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from raysessions.config import LoraConfig, SamplingConfig, TrainingConfig
@@ -16,8 +16,10 @@ if TYPE_CHECKING:
 class LossOp:
     """`forward` and `forward_backward`."""
 
-    batch: tuple[ray.ObjectRef]
+    batch: tuple[ray.ObjectRef] = field(compare=False)
     """The Batch, inside a tuple so that Ray hands the reference on and the host never copies the data."""
+    digest: str
+    """Of the batch's content: operations are the same if these are."""
     loss_fn: str
     config: dict[str, float]
     lengths: tuple[int, ...]

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
-import pydantic
 import ray
 from ray.exceptions import RayActorError
 
@@ -89,7 +88,7 @@ class ServiceClient:
         """
         if train_unembed:
             raise ConfigError("train_unembed=True: the samplers cannot serve an adapter of the output layer. Leave it False.")
-        lora = _lora_config(
+        lora = LoraConfig(
             rank=rank,
             alpha=alpha,
             seed=secrets.randbits(31) if seed is None else seed,
@@ -169,11 +168,3 @@ class ServiceClient:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
-
-
-def _lora_config(**fields: Any) -> LoraConfig:
-    try:
-        return LoraConfig(**fields)
-    except pydantic.ValidationError as error:
-        problem = error.errors()[0]
-        raise ConfigError(f"{problem['loc'][0]}={problem['input']!r}: {problem['msg']}.") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -44,7 +45,7 @@ class TrainingClient:
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._last_seq = 0
-        self._newest: APIFuture[SaveWeightsForSamplerResponse] | None = None
+        self._saves: deque[APIFuture[SaveWeightsForSamplerResponse]] = deque(maxlen=16)
         self._stopped = False
         self._tokenizer: Any = None
 
@@ -72,8 +73,10 @@ class TrainingClient:
 
     def save_weights_for_sampler(self, name: str) -> APIFuture[SaveWeightsForSamplerResponse]:
         """Makes the weights as of now a version that samplers answer from. It never changes afterwards."""
+        if not isinstance(name, str) or not name:
+            raise ConfigError(f"save_weights_for_sampler needs a name, not {name!r}.")
         future = self._submit(SaveForSamplerOp(name))
-        self._newest = future
+        self._saves.append(future)
         return future
 
     def save_weights_and_get_sampling_client(self, name: str | None = None) -> SamplingClient:
@@ -91,7 +94,8 @@ class TrainingClient:
         if model_path is not None:
             uri: VersionUri | None = VersionUri.parse(model_path)
         else:
-            uri = VersionUri.parse(self._newest.result(self._timeout_s).path) if self._newest else None
+            saved = next((save for save in reversed(self._saves) if save.exception(self._timeout_s) is None), None)
+            uri = VersionUri.parse(saved.result().path) if saved is not None else None
         ready = self._pool.start.remote()
         wait_with_progress(ready, f"sampler of {self._info.base_model}", self._pool.phase.remote, self._timeout_s)
         if uri is not None and not ray.get(self._pool.has_version.remote(uri)):
@@ -122,15 +126,15 @@ class TrainingClient:
         config = resolve_config(spec, loss_fn_config)
         batch = pack(data, spec, vocab_size=self._info.vocab_size, context_length=self._info.context_length)
         lengths = tuple(batch.lengths.tolist())
-        return LossOp((ray.put(batch),), loss_fn, config, lengths, backward)
+        return LossOp((ray.put(batch),), batch.digest(), loss_fn, config, lengths, backward)
 
     def _submit(self, op: Operation) -> APIFuture[Any]:
         self._check_running()
         session_id = self._info.session_id
         with self._lock:
-            self._last_seq += 1
-            seq_id = self._last_seq
-        ref = self._host.submit.remote(session_id, seq_id, op)
+            seq_id = self._last_seq + 1
+            ref = self._host.submit.remote(session_id, seq_id, op)
+            self._last_seq = seq_id  # not before it is sent: a number that never arrives would stop the session
         return APIFuture(ref, lambda: ray.get(self._host.cancel.remote(session_id, seq_id)))
 
     def _sampling_client(self, uri: VersionUri | None) -> SamplingClient:

@@ -6,12 +6,17 @@ wherever ours are.
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+import pydantic
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from raysessions.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +27,14 @@ StopReason = Literal["stop", "length"]
 class TypedModel(BaseModel):
     """What a person types: immutable, and a misspelt field is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    def __init__(self, **fields: Any) -> None:
+        try:
+            super().__init__(**fields)
+        except pydantic.ValidationError as error:
+            problems = [f"{'.'.join(map(str, p['loc']))}={p['input']!r}: {p['msg']}" for p in error.errors()]
+            raise ConfigError(f"{type(self).__name__}: {'; '.join(problems)}.") from error
 
 
 class SamplingParams(TypedModel):
@@ -40,6 +52,13 @@ class SamplingParams(TypedModel):
     """The same seed and prompt give the same sequences; with `num_samples=n`, n different ones."""
     stop: str | list[str] | list[int] | None = None
     """Ends a sequence besides the end-of-sequence token: strings, or token ids. `[]` disables that token too."""
+
+    @field_validator("stop")
+    @classmethod
+    def _no_empty_string(cls, stop: str | list[str] | list[int] | None) -> str | list[str] | list[int] | None:
+        if stop == "" or (isinstance(stop, list) and "" in stop):
+            raise ValueError("an empty string would stop at once; leave it out")
+        return stop
 
 
 class AdamParams(TypedModel):
@@ -124,7 +143,7 @@ class ModelInput:
 
     @classmethod
     def from_ints(cls, tokens: Iterable[int]) -> ModelInput:
-        return cls(chunks=(EncodedTextChunk(tokens=[int(token) for token in tokens]),))
+        return cls(chunks=(EncodedTextChunk(tokens=[operator.index(token) for token in tokens]),))
 
     def to_ints(self) -> list[int]:
         return [int(token) for chunk in self.chunks for token in chunk.tokens]
@@ -189,8 +208,9 @@ class ForwardBackwardOutput:
 
     @property
     def mean_loss(self) -> float:
-        """The loss per unit of weight: per trained token where weights are 0 and 1."""
-        return self.metrics["loss:sum"] / self.metrics["weight:sum"]
+        """The loss per unit of weight: per trained token where weights are 0 and 1. Not a number without weight."""
+        weight = self.metrics["weight:sum"]
+        return self.metrics["loss:sum"] / weight if weight else math.nan
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,39 +264,14 @@ def as_model_input(value: Any) -> ModelInput:
 
 
 def as_typed(cls: type[TypedModel], value: Any) -> Any:
-    """`value` as `cls`: ours, tinker's object with the same fields, or None for the defaults."""
+    """`value` as `cls`: ours, a dict, tinker's object with the same fields, or None for the defaults."""
     if value is None:
         return cls()
     if isinstance(value, cls):
         return value
-    return cls(**{name: getattr(value, name) for name in cls.model_fields if hasattr(value, name)})
-
-
-def datum_for_supervised(tokens: Sequence[int], weights: Sequence[float]) -> Datum:
-    """A datum for `cross_entropy` from a whole sequence. `weights[i]` is the weight of predicting `tokens[i]`
-    (so `weights[0]` is not used): 0 on the prompt and 1 on the answer is usual."""
-    return Datum(
-        model_input=ModelInput.from_ints(tokens[:-1]),
-        loss_fn_inputs={
-            "target_tokens": np.asarray(tokens[1:], dtype=np.int64),
-            "weights": np.asarray(weights[1:], dtype=np.float32),
-        },
-    )
-
-
-def datum_for_rl(prompt_tokens: Sequence[int], sequence: SampledSequence, advantage: float | Sequence[float]) -> Datum:
-    """A datum for the policy-gradient losses from a prompt and one sampled continuation. `advantage` is one number, or
-    one per sampled token. Prompt positions have weight 0."""
-    prompt = list(prompt_tokens)
-    num_prompt, num_new = len(prompt), len(sequence.tokens)
-    tokens = prompt + list(sequence.tokens)
-    before = np.zeros(num_prompt - 1, dtype=np.float32)
-    return Datum(
-        model_input=ModelInput.from_ints(tokens[:-1]),
-        loss_fn_inputs={
-            "target_tokens": np.asarray(tokens[1:], dtype=np.int64),
-            "logprobs": np.concatenate([before, np.asarray(sequence.logprobs, dtype=np.float32)]),
-            "advantages": np.concatenate([before, np.broadcast_to(np.asarray(advantage, dtype=np.float32), (num_new,))]),
-            "weights": np.concatenate([before, np.ones(num_new, dtype=np.float32)]),
-        },
-    )
+    if isinstance(value, Mapping):
+        return cls(**value)
+    fields = {name: getattr(value, name) for name in cls.model_fields if hasattr(value, name)}
+    if not fields:
+        raise ConfigError(f"Expected {cls.__name__}, not {value!r}.")
+    return cls(**fields)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from raysessions.errors import ConfigError
 
 SCHEME = "raysessions://"
-_NAME = re.compile(r"[a-z0-9]([a-z0-9_-]{0,62}[a-z0-9])?")
-_URI = re.compile(rf"{SCHEME}(?P<session>[^/]+)/v(?P<version>[1-9][0-9]*)")
+_NAME = r"[a-z0-9](?:[a-z0-9_-]{0,62}[a-z0-9])?"
+_URI = re.compile(rf"{SCHEME}(?P<session>{_NAME})/v(?P<version>[1-9][0-9]*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,6 @@ def new_session_id(prefix: str = "session") -> str:
 
 def check_name(name: str) -> str:
     """`name` if it may name a session: small letters, digits, `-` and `_`, at most 64."""
-    if not _NAME.fullmatch(name):
+    if not re.fullmatch(_NAME, name):
         raise ConfigError(f"Session name {name!r}: use 1 to 64 small letters, digits, '-' or '_', not '-' or '_' at the ends.")
     return name

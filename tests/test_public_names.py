@@ -57,9 +57,9 @@ HEAVY = ["deepspeed", "peft", "torch", "transformers", "vllm"]
 
 IMPORT_AND_TELL = f"""
 import json, sys, time
-started = time.perf_counter()
+started = time.process_time()
 import raysessions
-seconds = time.perf_counter() - started
+seconds = time.process_time() - started
 print(json.dumps([seconds, [name for name in {HEAVY} if name in sys.modules], "ray" in sys.modules]))
 """
 

@@ -91,6 +91,13 @@ def test_groups_share_whatever_the_order_of_their_datums():
     assert num_unique(rows) == 40 + 5 + 9 + 7 + 2 + 60 + 4 + 4 + 30
 
 
+def test_a_beginning_that_all_prompts_have_does_not_tear_the_groups_apart():
+    chat_template = list(range(20))
+    first, second = (chat_template + list(range(start, start + 80)) for start in (100, 500))
+    rows = planned(answers(first, [6] * 4) + answers(second, [6] * 4), 2048)
+    assert num_unique(rows) == 2 * (100 + 4 * 6)
+
+
 def test_identical_datums_share_all_but_their_last_token():
     rows = planned([list(range(30))] * 5, 2048)
     assert num_unique(rows) == 29 + 5

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import shutil
 import time
 from pathlib import Path
 
@@ -115,7 +114,7 @@ def training_save_op():
 
 def _adapter_like(training, num_layers: int, rename: tuple[str, str] = ("", "")):
     """Random adapter weights of the tiny model's shape."""
-    from raysessions.actors.engines.protocol import AdapterWeights
+    from raysessions.actors.protocol import AdapterWeights
 
     sizes = {"q_proj": (64, 64), "k_proj": (64, 32), "v_proj": (64, 32), "o_proj": (64, 64)}
     sizes |= {"gate_proj": (64, 128), "up_proj": (64, 128), "down_proj": (128, 64)}
@@ -302,4 +301,3 @@ def test_a_sample_in_flight_can_be_cancelled(training):
     with pytest.raises(rs.RequestCancelledError):
         future.result(timeout=30)
     assert _greedy(sampler).tokens
-    assert shutil.disk_usage("/dev/shm").free > 0

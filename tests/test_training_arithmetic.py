@@ -257,7 +257,7 @@ def test_target_settings_choose_exactly_the_layers_they_name(engine, settings, e
 
 
 def test_unknown_or_no_target_layers_are_refused_with_the_known_ones(engine):
-    with pytest.raises(ConfigError, match="wqkv.*q_proj"):
+    with pytest.raises(ConfigError, match=r"wqkv.*q_proj"):
         engine.add_session("t", LoraConfig(rank=3, alpha=8, seed=0, target_modules=("wqkv",)))
     with pytest.raises(ConfigError, match="no layers"):
         engine.add_session("t", LoraConfig(rank=3, alpha=8, seed=0, train_mlp=False, train_attn=False))

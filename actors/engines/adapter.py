@@ -14,7 +14,7 @@ from peft import LoraConfig as PeftLoraConfig
 from peft import inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 
-from raysessions.actors.engines.protocol import AdapterFacts, AdapterWeights
+from raysessions.actors.protocol import AdapterFacts, AdapterWeights
 from raysessions.config import LoraConfig
 from raysessions.errors import EmptyGradientError, SessionError
 from raysessions.types import AdamParams

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from raysessions.actors.engines.protocol import AdapterWeights
+from raysessions.actors.protocol import AdapterWeights
 
 _PREFIX = "raysessions-"
 

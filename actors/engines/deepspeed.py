@@ -19,12 +19,12 @@ import transformers
 
 from raysessions.actors.engines import attention, target_modules
 from raysessions.actors.engines.adapter import Adapter, activate
-from raysessions.actors.engines.protocol import AdapterFacts, AdapterWeights, LossResult, ModelFacts
 from raysessions.actors.maths.batching import positions, select
 from raysessions.actors.maths.logprobs import target_logprobs
 from raysessions.actors.maths.losses import LOSS_FNS, LossOutput
 from raysessions.actors.maths.metrics import Part
 from raysessions.actors.maths.rows import Row, Segment, plan_rows
+from raysessions.actors.protocol import AdapterFacts, AdapterWeights, LossResult, ModelFacts
 from raysessions.batch import Batch
 from raysessions.config import LoraConfig, TrainingConfig
 from raysessions.errors import ConfigError

@@ -14,7 +14,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from raysessions.actors.engines.adapter_files import AdapterFiles
-from raysessions.actors.engines.protocol import AdapterWeights, ModelFacts
+from raysessions.actors.protocol import AdapterWeights, ModelFacts
 from raysessions.config import SamplingConfig
 from raysessions.errors import PlacementError
 from raysessions.models import context_length

@@ -74,23 +74,33 @@ def plan_rows(batch: Batch, max_tokens: int) -> list[Row]:
 
 
 def _families(batch: Batch) -> list[_Family]:
-    """Groups datums by common beginning. Sorted by their tokens, those that share most are neighbours."""
-    sequences = [batch.tokens[begin:end] for begin, end in zip(batch.offsets[:-1], batch.offsets[1:], strict=True)]
+    """Groups datums by common beginning so that the fewest tokens remain.
+
+    Sorted by their tokens, datums that share most are neighbours, so a family is a run of them. It shares the least that any
+    two neighbours in it share, and saves that for each member but one; the best cut into runs is found by dynamic
+    programming over where the last run begins.
+    """
+    sequences = [batch.tokens[begin:end] for begin, end in itertools.pairwise(batch.offsets)]
     order = sorted(range(batch.num_datums), key=lambda i: (sequences[i].astype(">i8").tobytes(), i))
-    families: list[_Family] = []
-    members = [order[0]]
-    shared = 0
-    for previous, current in itertools.pairwise(order):
-        common = _common_length(sequences[previous], sequences[current])
-        joined = common if len(members) == 1 else min(shared, common)
-        recomputed = len(members) * (shared - joined) if len(members) > 1 else 0
-        if joined >= MIN_SHARED_TOKENS and recomputed <= joined:
-            members.append(current)
-            shared = joined
-        else:
-            families.append(_family(batch, members, shared))
-            members, shared = [current], 0
-    families.append(_family(batch, members, shared))
+    shared = np.zeros(len(order), dtype=np.int64)  # of the run from each begin to the end at hand
+    saved = np.zeros(len(order) + 1, dtype=np.int64)  # the most that the first so many datums can save
+    begins = np.zeros(len(order) + 1, dtype=np.int64)
+    shared_at = np.zeros(len(order) + 1, dtype=np.int64)
+    for end in range(1, len(order) + 1):
+        last = end - 1
+        if last:
+            common = _common_length(sequences[order[last - 1]], sequences[order[last]])
+            np.minimum(shared[:last], common if common >= MIN_SHARED_TOKENS else 0, out=shared[:last])
+        shared[last] = len(sequences[order[last]])
+        total = saved[:end] + shared[:end] * np.arange(last, -1, -1)
+        begin = last - int(np.argmax(total[::-1]))  # of equally good cuts the shortest run
+        saved[end], begins[end], shared_at[end] = total[begin], begin, shared[begin]
+    families = []
+    end = len(order)
+    while end:
+        begin = int(begins[end])
+        families.append(_family(batch, order[begin:end], int(shared_at[end]) if end - begin > 1 else 0))
+        end = begin
     return families
 
 
