@@ -9,6 +9,7 @@ import ray
 
 from raysessions.actors.protocol import AdapterFacts, AdapterWeights, LossResult, ModelFacts
 from raysessions.actors.threads import limit_threads
+from raysessions.batch import Batch
 from raysessions.config import LoraConfig, TrainingConfig
 from raysessions.models import local_folder
 from raysessions.types import AdamParams
@@ -47,7 +48,7 @@ class TrainingActor:
         self._engine.remove_session(session_id)
 
     def run_loss(self, session_id: str, op: LossOp) -> LossResult:
-        batch = ray.get(op.batch[0])
+        batch = op.batch if isinstance(op.batch, Batch) else ray.get(op.batch[0])
         return self._engine.run_loss(session_id, batch, op.loss_fn, op.config, backward=op.backward)
 
     def optim_step(self, session_id: str, adam: AdamParams) -> dict[str, float]:

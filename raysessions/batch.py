@@ -44,6 +44,11 @@ class Batch:
         return state.hexdigest()
 
     @property
+    def num_bytes(self) -> int:
+        columns = (self.tokens, self.offsets, self.target_tokens, *self.inputs.values())
+        return sum(column.nbytes for column in columns)
+
+    @property
     def num_datums(self) -> int:
         return len(self.offsets) - 1
 

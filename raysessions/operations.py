@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from raysessions.batch import Batch
 from raysessions.config import LoraConfig, SamplingConfig, TrainingConfig
 from raysessions.types import AdamParams, SamplingParams
 
@@ -16,8 +17,9 @@ if TYPE_CHECKING:
 class LossOp:
     """`forward` and `forward_backward`."""
 
-    batch: tuple[ray.ObjectRef] = field(compare=False)
-    """The Batch, inside a tuple so that Ray hands the reference on and the host never copies the data."""
+    batch: Batch | tuple[ray.ObjectRef] = field(compare=False)
+    """A small batch itself: one message less. A large one by reference, inside a tuple so that Ray hands the reference on
+    and the host never copies the data."""
     digest: str
     """Of the batch's content: operations are the same if these are."""
     loss_fn: str

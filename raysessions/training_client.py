@@ -29,6 +29,9 @@ from raysessions.types import (
 )
 from raysessions.uris import VersionUri
 
+INLINE_BYTES = 64 * 1024
+"""A batch up to this size travels with its operation; Ray itself inlines arguments up to 100 KiB."""
+
 
 class TrainingClient:
     """A context manager: leaving the block stops the session and frees what it held.
@@ -126,7 +129,8 @@ class TrainingClient:
         config = resolve_config(spec, loss_fn_config)
         batch = pack(data, spec, vocab_size=self._info.vocab_size, context_length=self._info.context_length)
         lengths = tuple(batch.lengths.tolist())
-        return LossOp((ray.put(batch),), batch.digest(), loss_fn, config, lengths, backward)
+        sent = batch if batch.num_bytes <= INLINE_BYTES else (ray.put(batch),)
+        return LossOp(sent, batch.digest(), loss_fn, config, lengths, backward)
 
     def _submit(self, op: Operation) -> APIFuture[Any]:
         self._check_running()
