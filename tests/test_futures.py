@@ -145,14 +145,17 @@ def test_a_time_out_leaves_the_operation_running_and_the_result_retrievable(trai
 
 def test_a_queued_operation_can_be_cancelled_and_the_next_ones_run(training):
     data = supervised([10])
-    futures = [training.forward_backward(LONG), training.forward_backward(data), training.forward_backward(data)]
-    cancelled = training.forward_backward(LONG)
+    futures = [training.forward(LONG) for _ in range(4)]
+    cancelled = training.forward_backward(data)
     assert cancelled.cancel() is True
     last = training.forward(data)
     with pytest.raises(rs.RequestCancelledError):
         cancelled.result()
-    assert last.result().loss == futures[1].result().loss
+    assert last.result().loss == pytest.approx(training.forward(data).result().loss)
     assert last.cancel() is False
+    assert len({future.result().loss for future in futures}) == 1
+    with pytest.raises(rs.EmptyGradientError):  # the cancelled operation added nothing
+        training.optim_step().result()
 
 
 def test_a_repeated_number_applies_nothing_twice(training):
