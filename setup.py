@@ -92,7 +92,7 @@ setup(
         "dev": ["pytest>=8", "ruff>=0.12", "mypy>=1.17", "matplotlib>=3.9", "build>=1.2"],
     },
     entry_points={
-        "vllm.general_plugins": ["raysessions_grouped_lora = raysessions.actors.engines.grouped_lora:register"],
+        "vllm.general_plugins": ["raysessions = raysessions.actors.engines.vllm_plugin:register"],
     },
     classifiers=[
         "Development Status :: 3 - Alpha",

@@ -25,7 +25,7 @@ HOSTING = sorted(ACTORS.glob("*.py"))
 ENGINES = sorted((ACTORS / "engines").rglob("*.py"))
 MATHS = sorted((ACTORS / "maths").rglob("*.py"))
 SOURCES = WORDS + CLIENTS + COOKBOOK + HOSTING + ENGINES + MATHS
-VLLM_FILES = [ACTORS / "engines" / f"{name}.py" for name in ("vllm", "vllm_worker", "grouped_lora")]
+VLLM_FILES = [ACTORS / "engines" / f"{name}.py" for name in ("vllm", "vllm_plugin", "vllm_worker", "grouped_lora")]
 
 FRAMEWORKS = ("torch", "vllm", "deepspeed", "peft")
 

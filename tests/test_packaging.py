@@ -12,7 +12,7 @@ import pytest
 import raysessions.actors
 
 REPOSITORY = Path(__file__).parent.parent
-PLUGIN = "raysessions.actors.engines.grouped_lora:register"
+PLUGIN = "raysessions.actors.engines.vllm_plugin:register"
 # What a checkout has besides its sources; an old build folder would leak into the wheel.
 NOT_SOURCES = shutil.ignore_patterns(".*", "*.egg-info", "__pycache__", "build", "dist", "benchmarks", "shared")
 
@@ -53,7 +53,7 @@ def test_the_wheel_says_that_it_is_typed_and_what_vllm_shall_load(wheel: zipfile
     assert "raysessions/py.typed" in wheel.namelist()
     (entry_points,) = (name for name in wheel.namelist() if name.endswith(".dist-info/entry_points.txt"))
     lines = wheel.read(entry_points).decode().split("\n")
-    assert lines[lines.index("[vllm.general_plugins]") + 1] == f"raysessions_grouped_lora = {PLUGIN}"
+    assert lines[lines.index("[vllm.general_plugins]") + 1] == f"raysessions = {PLUGIN}"
 
 
 def test_an_unpacked_wheel_is_imported_as_the_package_it_is(wheel: zipfile.ZipFile, tmp_path: Path):
@@ -77,7 +77,7 @@ def test_a_copy_that_follows_the_link_works_as_a_ray_working_dir(tmp_path: Path)
 
 def test_the_editable_install_names_the_plugin_and_imports_this_checkout():
     distribution = importlib.metadata.distribution("raysessions")
-    plugins = distribution.entry_points.select(group="vllm.general_plugins", name="raysessions_grouped_lora")
+    plugins = distribution.entry_points.select(group="vllm.general_plugins", name="raysessions")
     assert {plugin.value for plugin in plugins} == {PLUGIN}
     assert distribution.version == raysessions.__version__
     assert Path(raysessions.actors.__file__).resolve() == REPOSITORY / "actors" / "__init__.py"

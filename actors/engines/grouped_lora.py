@@ -3,9 +3,6 @@
 Stock vLLM gathers a copy of A and B for every token, which costs most of the throughput; and a token without adapter has
 slot −1, which that gather reads as the last slot. Here tokens are grouped by adapter once per step, each group is
 multiplied once, and tokens without adapter are left alone.
-
-Loaded by vLLM itself as a `vllm.general_plugins` entry point, and by `vllm_worker` where the package is only on
-PYTHONPATH (a Ray working_dir) and has no entry points. Other platforms keep their own kernels.
 """
 
 from __future__ import annotations
@@ -22,9 +19,8 @@ Group = tuple[int, torch.Tensor | None]
 
 def register() -> None:
     """Makes vLLM's CPU platform use `GroupedPunicaWrapper`. Safe to call again."""
-    if current_platform.is_cpu():
-        name = f"{GroupedPunicaWrapper.__module__}.{GroupedPunicaWrapper.__qualname__}"
-        type(current_platform).get_punica_wrapper = classmethod(lambda cls: name)
+    name = f"{GroupedPunicaWrapper.__module__}.{GroupedPunicaWrapper.__qualname__}"
+    type(current_platform).get_punica_wrapper = classmethod(lambda cls: name)
 
 
 class GroupedPunicaWrapper(PunicaWrapperCPU):

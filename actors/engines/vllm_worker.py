@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from raysessions.actors.engines import grouped_lora
+from raysessions.actors.engines import vllm_plugin
 
-grouped_lora.register()
+vllm_plugin.register()
 
 
 class AdapterWorker:
