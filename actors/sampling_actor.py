@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import ray
 
 from raysessions.actors.protocol import ModelFacts
-from raysessions.actors.threads import limit_threads
 from raysessions.config import SamplingConfig
 from raysessions.models import local_folder
 from raysessions.operations import SampleRequest
@@ -31,7 +30,9 @@ class SamplingActor:
         """Answers once the process has a place."""
 
     async def load(self) -> ModelFacts:
-        limit_threads(self._config.num_threads)
+        # Ray sets it to the actor's num_cpus; vLLM gives its worker the cores that the engine binds, and its other
+        # processes one thread each, only where it is not set.
+        os.environ.pop("OMP_NUM_THREADS", None)
         folder = local_folder(self._base_model)
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         os.environ["VLLM_NO_USAGE_STATS"] = "1"

@@ -1,31 +1,34 @@
 """Sampled tokens per second: 64 requests of 64 tokens, each to a prompt of 36 random tokens.
 
-Five engines, one after the other, each warm: through SamplingClient (with and without adapter), a bare AsyncLLM with the same
-arguments, vLLM's defaults on this CPU, and stock LoRA with the same binding.
+SamplingClient and a bare AsyncLLM with the same arguments take turns, both engines alive; then, one after the other,
+SamplingClient with an adapter, vLLM's defaults on this CPU, and stock LoRA with the same binding.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
+import itertools
 import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from measure import report, seconds, summary
+from measure import report, summary
 
 import raysessions as rs
 from raysessions.models import local_folder
 
 BASE_MODEL = "smollm2-135m-instruct"
 REQUESTS, NEW_TOKENS, PROMPT_TOKENS = 64, 64, 36
-REPEATS = 4
+REPEATS = 5
 SAMPLING = rs.SamplingConfig().for_rank(16)
-ENGINES = ("client", "client_adapter", "bare", "defaults", "stock_adapter")
+ENGINES = ("client_and_bare", "client_adapter", "defaults", "stock_adapter")
 
 
 def main() -> None:
@@ -35,7 +38,7 @@ def main() -> None:
     if engine:
         print(json.dumps(measure(engine)))
         return
-    speed = {engine: _in_a_process(engine) for engine in ENGINES}
+    speed = {name: values for engine in ENGINES for name, values in _in_a_process(engine).items()}
     median = {name: float(np.median(values)) for name, values in speed.items()}
     report(
         "sample",
@@ -48,47 +51,74 @@ def main() -> None:
     )
 
 
-def measure(engine: str) -> list[float]:
-    """Tokens per second of each repeat."""
-    if engine in ("client", "client_adapter"):
-        return _measure_client(with_adapter=engine == "client_adapter")
-    return asyncio.run(_measure_vllm(engine))
+def measure(engine: str) -> dict[str, list[float]]:
+    """Tokens per second of each repeat, by engine."""
+    if engine == "client_and_bare":
+        return asyncio.run(_measure_client_and_bare())
+    if engine == "client_adapter":
+        return {engine: _measure_adapter()}
+    return {engine: asyncio.run(_measure_vllm(engine))}
 
 
-def _measure_client(with_adapter: bool) -> list[float]:
+def _measure_adapter() -> list[float]:
     with (
         rs.ServiceClient(sampling=SAMPLING) as service,
         service.create_lora_training_client(BASE_MODEL, rank=16, seed=0) as training,
     ):
-        create = training.save_weights_and_get_sampling_client if with_adapter else training.create_sampling_client
-        sampler = create()
-        params = rs.SamplingParams(max_tokens=NEW_TOKENS, stop=[])
+        sampler = training.save_weights_and_get_sampling_client("start")
+        return [_client_speed(sampler) for _ in range(REPEATS + 1)][1:]
 
-        def run() -> None:
-            futures = [sampler.sample(rs.ModelInput.from_ints(prompt), 1, params) for prompt in _prompts()]
-            assert sum(len(future.result().sequences[0].tokens) for future in futures) == REQUESTS * NEW_TOKENS
 
-        run()
-        return [REQUESTS * NEW_TOKENS / seconds(run) for _ in range(REPEATS)]
+async def _measure_client_and_bare() -> dict[str, list[float]]:
+    bare = _start_vllm("bare")
+    with rs.ServiceClient(sampling=SAMPLING) as service:
+        sampler = await asyncio.to_thread(service.create_sampling_client, base_model=BASE_MODEL)
+        speeds: dict[str, list[float]] = {"client": [], "bare": []}
+        for _ in range(REPEATS + 1):
+            speeds["client"].append(await asyncio.to_thread(_client_speed, sampler))
+            speeds["bare"].append(await _vllm_speed(bare))
+    bare.shutdown()
+    return {name: values[1:] for name, values in speeds.items()}
 
 
 async def _measure_vllm(engine: str) -> list[float]:
+    llm = _start_vllm(engine)
+    repeats = 2 if engine == "stock_adapter" else REPEATS  # a minute each
+    speeds = [await _vllm_speed(llm, with_adapter=engine == "stock_adapter") for _ in range(repeats + 1)]
+    llm.shutdown()
+    return speeds[1:]
+
+
+def _client_speed(sampler: rs.SamplingClient) -> float:
+    params = rs.SamplingParams(max_tokens=NEW_TOKENS, stop=[])
+    prompts = [rs.ModelInput.from_ints(prompt) for prompt in _prompts()]
+    started = time.perf_counter()
+    futures = [sampler.sample(prompt, 1, params) for prompt in prompts]
+    count = sum(len(future.result().sequences[0].tokens) for future in futures)
+    return count / (time.perf_counter() - started)
+
+
+def _start_vllm(engine: str) -> Any:
     import vllm
-    from vllm.lora.request import LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from raysessions.actors.engines.vllm import engine_arguments
 
     arguments = engine_arguments(local_folder(BASE_MODEL), SAMPLING)
-    lora = None
+    if engine != "bare":
+        os.environ["VLLM_PLUGINS"] = "none"
+        arguments.pop("worker_extension_cls")
     if engine == "defaults":
         os.environ.pop("VLLM_CPU_OMP_THREADS_BIND")
         arguments = {key: arguments[key] for key in ("model", "dtype", "kv_cache_memory_bytes")}
-    elif engine == "stock_adapter":
-        os.environ["VLLM_PLUGINS"] = "none"
-        arguments.pop("worker_extension_cls")
-        lora = LoRARequest("bench/v1", 1, _write_adapter())
-    llm = AsyncLLM.from_engine_args(vllm.AsyncEngineArgs(**arguments))
+    return AsyncLLM.from_engine_args(vllm.AsyncEngineArgs(**arguments))
+
+
+async def _vllm_speed(llm: Any, with_adapter: bool = False) -> float:
+    import vllm
+    from vllm.lora.request import LoRARequest
+
+    lora = LoRARequest("bench/v1", 1, _write_adapter()) if with_adapter else None
     params = vllm.SamplingParams(
         max_tokens=NEW_TOKENS,
         ignore_eos=True,
@@ -97,22 +127,18 @@ async def _measure_vllm(engine: str) -> list[float]:
         output_kind=vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
     )
 
-    async def one(number: str, prompt: list[int]) -> int:
+    async def one(prompt: list[int]) -> int:
+        number = str(next(_request_numbers))
         outputs = [o async for o in llm.generate({"prompt_token_ids": prompt}, params, number, lora_request=lora)]
         return len(outputs[-1].outputs[0].token_ids)
 
-    async def run(repeat: int) -> float:
-        started = asyncio.get_running_loop().time()
-        counts = await asyncio.gather(*(one(f"{repeat}-{i}", prompt) for i, prompt in enumerate(_prompts())))
-        assert sum(counts) == REQUESTS * NEW_TOKENS
-        return REQUESTS * NEW_TOKENS / (asyncio.get_running_loop().time() - started)
-
-    repeats = 2 if engine == "stock_adapter" else REPEATS  # a minute each
-    speeds = [await run(repeat) for repeat in range(repeats + 1)]
-    llm.shutdown()
-    return speeds[1:]
+    prompts = _prompts()
+    started = time.perf_counter()
+    counts = await asyncio.gather(*map(one, prompts))
+    return sum(counts) / (time.perf_counter() - started)
 
 
+@functools.cache
 def _write_adapter() -> str:
     """A random adapter of rank 16 on every linear layer, as a PEFT folder. Made in the engine that sessions use."""
     from raysessions.actors.engines.adapter_files import AdapterFiles
@@ -124,6 +150,7 @@ def _write_adapter() -> str:
     return str(AdapterFiles().write(1, engine.export_adapter("bench")))
 
 
+_request_numbers = itertools.count()
 _rng = np.random.default_rng(0)
 
 
@@ -132,14 +159,15 @@ def _prompts() -> list[list[int]]:
     return _rng.integers(3, 49_000, (REQUESTS, PROMPT_TOKENS)).tolist()
 
 
-def _in_a_process(engine: str) -> list[Any]:
+def _in_a_process(engine: str) -> dict[str, list[float]]:
     command = [sys.executable, str(Path(__file__)), "--engine", engine]
     environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
         sys.exit(f"{engine}: {done.stderr[-3000:]}")
     speeds = json.loads(done.stdout.strip().splitlines()[-1])
-    print(f"sample: {engine}: {np.median(speeds):.0f} tokens/s", flush=True)
+    for name, values in speeds.items():
+        print(f"sample: {name}: {np.median(values):.0f} tokens/s", flush=True)
     return speeds
 
 
