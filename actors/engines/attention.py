@@ -127,7 +127,9 @@ def _attend_padded(
     q = q.reshape(num_kv, num_segments, -1, head_size)
     k = key[0, :, batch.key_index].view(num_kv, num_segments, num_seen, head_size)
     v = value[0, :, batch.key_index].view(num_kv, num_segments, num_seen, head_size)
-    scores = (q @ k.transpose(-1, -2)).float().view(num_kv, num_segments, -1, length, num_seen)
+    # In float32, as the fused kernels do it: scores rounded to bfloat16 are off by several hundredths.
+    with torch.autocast(query.device.type, enabled=False):
+        scores = (q.float() @ k.float().transpose(-1, -2)).view(num_kv, num_segments, -1, length, num_seen)
     weights = (scores * scale + mask).softmax(-1).to(v.dtype).view(num_kv, num_segments, -1, num_seen)
     output = (weights @ v).view(num_kv, num_segments, -1, length, head_size).transpose(1, 2)
     return output.reshape(1, num_heads, num_segments * length, head_size)

@@ -157,7 +157,7 @@ class DeepSpeedEngine:
         ours_T = target_logprobs(self._hidden(row), self._head, targets_T, torch.zeros(16, dtype=torch.bool))
         logits_TV = self._forward(self._model, row).logits[0].float()
         theirs_T = logits_TV.log_softmax(-1).gather(-1, targets_T[:, None]).squeeze(-1)
-        if not torch.allclose(ours_T, theirs_T, atol=1e-3 if self._model.dtype == torch.float32 else 0.1):
+        if not torch.allclose(ours_T, theirs_T, atol=1e-3 if self._model.dtype == torch.float32 else 0.25):
             raise ConfigError(
                 f"{type(self._model).__name__} computes its logits in a way that training does not know (soft cap, scale or "
                 "bias). Choose another base model."

@@ -17,8 +17,8 @@ def target_logprobs(
     """log softmax(hidden @ weightᵀ)[target], float32, shape (T,).
 
     Differentiable in `hidden_TH`; `weight_VH` is frozen. `trained_T` (bool) names the tokens whose gradient is wanted:
-    the others get a gradient of 0 at no cost. The matrix product is in the model's dtype with sums in float32, the
-    softmax in float32: exact for a float32 model.
+    the others get a gradient of 0 at no cost. Logits and softmax are float32 whatever the model's dtype: logits rounded to
+    bfloat16 are off by up to 0.1.
     """
     return _TargetLogprobs.apply(hidden_TH, weight_VH, targets_T, trained_T)
 
@@ -32,10 +32,12 @@ class _TargetLogprobs(torch.autograd.Function):
         wants_grad = ctx.needs_input_grad[0]
         logprobs_T = torch.empty(len(targets_T), dtype=torch.float32, device=hidden_TH.device)
         slope_TH = torch.zeros_like(hidden_TH) if wants_grad else None
+        # On CPU one float32 copy for the call; a GPU multiplies bfloat16 into float32 by itself.
+        logits_weight_VH = weight_VH if weight_VH.is_cuda else weight_VH.float()
         for begin in range(0, len(targets_T), CHUNK_TOKENS):
             chunk = slice(begin, begin + CHUNK_TOKENS)
             target_C = targets_T[chunk, None]
-            logits_CV = _logits(hidden_TH[chunk], weight_VH)
+            logits_CV = _logits(hidden_TH[chunk], logits_weight_VH)
             logsumexp_C = logits_CV.logsumexp(-1, keepdim=True)
             logprobs_T[chunk] = (logits_CV.gather(-1, target_C) - logsumexp_C).squeeze(-1)
             if slope_TH is None or not trained_T[chunk].any():
@@ -55,7 +57,6 @@ class _TargetLogprobs(torch.autograd.Function):
 
 
 def _logits(hidden_CH: torch.Tensor, weight_VH: torch.Tensor) -> torch.Tensor:
-    hidden_CH = hidden_CH.to(weight_VH.dtype)
-    if hidden_CH.is_cuda and weight_VH.dtype != torch.float32:
-        return torch.mm(hidden_CH, weight_VH.T, out_dtype=torch.float32)
-    return (hidden_CH @ weight_VH.T).float()
+    if weight_VH.dtype == torch.float32:
+        return hidden_CH.float() @ weight_VH.T
+    return torch.mm(hidden_CH.to(weight_VH.dtype), weight_VH.T, out_dtype=torch.float32)
