@@ -7,7 +7,6 @@ goes through the modules and the backward is autograd's, not DeepSpeed's, whose 
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 import transformers
 
-from raysessions.actors.engines import attention, target_modules
+from raysessions.actors.engines import attention, process_group, target_modules
 from raysessions.actors.engines.adapter import Adapter, activate
 from raysessions.actors.maths.batching import positions, select
 from raysessions.actors.maths.logprobs import target_logprobs
@@ -41,7 +40,8 @@ class DeepSpeedEngine:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._adapters: dict[str, Adapter] = {}
         self._active: str | None = None
-        self._model = _initialise_deepspeed(_load(folder, config.dtype_for(folder)).to(self.device), master_port)
+        process_group.join(self.device, master_port)
+        self._model = _initialise_deepspeed(_load(folder, config.dtype_for(folder)).to(self.device))
         self._head = self._model.get_output_embeddings().weight
         self._max_tokens = config.max_tokens_per_micro_batch or DEFAULT_MICRO_BATCH_TOKENS[self.device.type]
         text_config = self._model.config.get_text_config()
@@ -172,16 +172,10 @@ def _load(folder: Path, dtype: str) -> transformers.PreTrainedModel:
     return model.eval().requires_grad_(False)
 
 
-def _initialise_deepspeed(model: transformers.PreTrainedModel, master_port: int) -> transformers.PreTrainedModel:
-    """Joins the process group and hands the frozen base to DeepSpeed (stage 0: every rank holds it whole)."""
+def _initialise_deepspeed(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
+    """Hands the frozen base to DeepSpeed (stage 0: every rank holds it whole)."""
     import deepspeed
 
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(master_port), RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_SIZE="1"
-    )
-    if model.device.type == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    deepspeed.init_distributed("gloo" if model.device.type == "cpu" else "nccl", verbose=False)
     settings = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 0}}
     engine, *_ = deepspeed.initialize(model=model, config=settings)
     return engine.module

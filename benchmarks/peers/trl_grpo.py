@@ -150,10 +150,11 @@ def grpo_config(args: argparse.Namespace, scratch: str) -> GRPOConfig:
         adam_epsilon=1e-12,
         weight_decay=0.0,
         max_grad_norm=0.0,  # 0: no clipping; TRL's 1.0 would clip
-        # What is fastest on CPU: bfloat16 weights with autocast, activations kept, no logs, no saves.
+        # What is fastest on CPU: bfloat16 weights with autocast (float32 takes 1.7 times as long), eager attention (SDPA
+        # takes 1.1 times as long at these lengths), activations kept, no logs, no saves. Generation uses the KV cache.
         use_cpu=True,
         bf16=True,
-        model_init_kwargs={"dtype": "bfloat16"},
+        model_init_kwargs={"dtype": "bfloat16", "attn_implementation": "eager"},
         gradient_checkpointing=False,
         dataloader_pin_memory=False,
         logging_strategy="no",
