@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +14,8 @@ from raysessions.actors.training_group import TrainingGroup
 from raysessions.config import LoraConfig, TrainingConfig
 from raysessions.errors import SessionError, SessionStoppedError
 from raysessions.models import local_folder, tokenizer_files
-from raysessions.operations import LossOp, Operation, OptimStepOp, SaveForSamplerOp
-from raysessions.types import SaveWeightsForSamplerResponse, SessionInfo
+from raysessions.operations import AbandonedOp, CustomLossOp, LossOp, Operation, OptimStepOp, SaveForSamplerOp
+from raysessions.types import ForwardBackwardOutput, SaveWeightsForSamplerResponse, SessionInfo
 from raysessions.uris import VersionUri
 
 DISPATCHED_AHEAD = 2
@@ -76,10 +77,19 @@ class ModelHost:
             vocab_size=self._facts.vocab_size,
             context_length=self._facts.context_length,
             dtype=self._facts.dtype,
+            num_workers=self._config.num_workers,
+            zero_stage=self._config.zero_stage,
         )
         self._queue.open(session_id)
         self._sessions[session_id] = _Session(info, facts)
         return info
+
+    async def info(self, session_id: str) -> SessionInfo:
+        """The session's info as of now."""
+        if session_id not in self._sessions:
+            raise SessionStoppedError(f"Session {session_id} was stopped.")
+        others = tuple(sorted(set(self._sessions) - {session_id}))
+        return dataclasses.replace(self._sessions[session_id].info, sharing=others)
 
     async def close_session(self, session_id: str) -> None:
         self._opening.discard(session_id)
@@ -91,6 +101,10 @@ class ModelHost:
     async def submit(self, session_id: str, seq_id: int, op: Operation) -> Any:
         """Runs `op` when its turn comes and returns its response. Safe to call again with the same `seq_id`."""
         return await asyncio.shield(self._queue.submit(session_id, seq_id, op))
+
+    async def outcome(self, session_id: str, seq_id: int) -> Any:
+        """The response of an operation that somebody submits, perhaps later."""
+        return await asyncio.shield(self._queue.outcome(session_id, seq_id))
 
     async def cancel(self, session_id: str, seq_id: int) -> bool:
         return self._queue.cancel(session_id, seq_id)
@@ -124,7 +138,7 @@ class ModelHost:
             # Called here, not in the task: the ranks see operations in the order of this loop.
             try:
                 response = self._dispatch(entry, slots)
-            except SessionError as error:
+            except Exception as error:
                 entry.outcome.set_exception(error)
                 slots.release()
                 continue
@@ -137,6 +151,10 @@ class ModelHost:
         match entry.op:
             case LossOp() as op:
                 return _release_after(slots, self._group.run_loss(entry.session_id, op))
+            case CustomLossOp(op, loss, metrics):
+                return _with_metrics(_release_after(slots, self._group.run_loss(entry.session_id, op)), loss, metrics)
+            case AbandonedOp(error):
+                raise error
             case OptimStepOp(adam):
                 return _release_after(slots, self._group.optim_step(entry.session_id, adam))
             case SaveForSamplerOp(name):
@@ -163,6 +181,16 @@ async def _release_after(slots: asyncio.Semaphore, response: Awaitable[Any]) -> 
         return await response
     finally:
         slots.release()
+
+
+async def _with_metrics(
+    response: Awaitable[ForwardBackwardOutput], loss: float, metrics: dict[str, float]
+) -> ForwardBackwardOutput:
+    """What the caller's own loss function said, in place of what its stand-in did."""
+    output = await response
+    outputs = [{"logprobs": of_datum["logprobs"]} for of_datum in output.loss_fn_outputs]
+    engine = {name: value for name, value in output.metrics.items() if name.startswith("engine_")}
+    return ForwardBackwardOutput(outputs, {"loss:sum": loss, **engine, **metrics})
 
 
 async def _settle(entry: Entry, response: Awaitable[Any]) -> None:

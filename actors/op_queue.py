@@ -1,4 +1,10 @@
-"""The order of operations: each session's by sequence number, sessions in turn. Plain asyncio, no Ray."""
+"""The order of operations: each session's by sequence number, sessions in turn. Plain asyncio, no Ray.
+
+Turns are weighted by tokens (deficit round robin, Shreedhar & Varghese 1995): each turn allows as many tokens as the largest
+operation that waits anywhere. So sessions get equal shares of the ranks' work whatever the size of their operations, and an
+operation waits at most one largest operation's worth of each other session. An operation without tokens, such as
+`optim_step`, ends the turn.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +29,10 @@ class Entry:
     outcome: asyncio.Future[Any]
     begun: bool = False
 
+    @property
+    def num_tokens(self) -> int:
+        return getattr(self.op, "num_tokens", 0)
+
 
 @dataclass(slots=True)
 class _Session:
@@ -30,6 +40,16 @@ class _Session:
     """The sequence number whose turn it is; later ones wait for it."""
     entries: OrderedDict[int, Entry] = field(default_factory=OrderedDict)
     """Waiting, running and the last finished ones, by sequence number."""
+    awaited: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
+    """Outcomes asked for before their operation came."""
+    in_turn: bool = False
+    allowance: int = 0
+    """Tokens that the session may still take in its turn; what is left over counts in the next one."""
+
+    def pass_by(self) -> None:
+        """The next operation has its turn or was cancelled: the one after it is next."""
+        self.next_seq += 1
+        self.entries.pop(self.next_seq - 1 - KEPT_RESULTS, None)
 
 
 class OpQueue:
@@ -44,58 +64,104 @@ class OpQueue:
 
     def close(self, session_id: str) -> None:
         """Forgets the session; what has not begun fails with SessionStoppedError."""
-        for entry in self._sessions.pop(session_id).entries.values():
-            if not entry.begun and not entry.outcome.done():
-                entry.outcome.set_exception(SessionStoppedError(f"Session {session_id} was stopped."))
+        session = self._sessions.pop(session_id)
+        waiting = [entry.outcome for entry in session.entries.values() if not entry.begun]
+        for outcome in (*waiting, *session.awaited.values()):
+            if not outcome.done():
+                outcome.set_exception(SessionStoppedError(f"Session {session_id} was stopped."))
 
     def __contains__(self, session_id: str) -> bool:
         return session_id in self._sessions
 
     def submit(self, session_id: str, seq_id: int, op: Any) -> asyncio.Future[Any]:
         """Puts `op` in line. A number seen before gets the first one's outcome, and its op is not run again."""
-        if session_id not in self._sessions:
-            raise SessionStoppedError(f"Session {session_id} was stopped, or never was. Create a new one.")
-        session = self._sessions[session_id]
+        session = self._session(session_id)
         if seq_id in session.entries:
             if session.entries[seq_id].op != op:
                 raise ValidationError(f"Operation {seq_id} of session {session_id} was another one: numbers are used once.")
             return session.entries[seq_id].outcome
         if seq_id < session.next_seq:
             raise ValidationError(f"Operation {seq_id} of session {session_id} ended too long ago: its result is gone.")
-        entry = Entry(session_id, seq_id, op, asyncio.get_running_loop().create_future())
-        # Nobody may be waiting for it any more: then an error is not worth a warning of asyncio.
-        entry.outcome.add_done_callback(lambda outcome: outcome.cancelled() or outcome.exception())
+        outcome = session.awaited.pop(seq_id) if seq_id in session.awaited else _new_outcome()
+        entry = Entry(session_id, seq_id, op, outcome)
         session.entries[seq_id] = entry
         self._changed.set()
         return entry.outcome
 
+    def outcome(self, session_id: str, seq_id: int) -> asyncio.Future[Any]:
+        """The outcome of operation `seq_id`, which may come later."""
+        session = self._session(session_id)
+        if seq_id in session.entries:
+            return session.entries[seq_id].outcome
+        return session.awaited.setdefault(seq_id, _new_outcome())
+
     def cancel(self, session_id: str, seq_id: int) -> bool:
         """True if the operation had not begun: it never will, and its number counts as done."""
         session = self._sessions.get(session_id)
-        entry = session.entries.get(seq_id) if session else None
-        if entry is None or entry.begun or entry.outcome.done():
+        if session is None:
             return False
-        entry.outcome.set_exception(RequestCancelledError("Cancelled before it began; nothing was applied."))
+        entry = session.entries.get(seq_id)
+        outcome = entry.outcome if entry is not None else session.awaited.get(seq_id)
+        if outcome is None or outcome.done() or (entry is not None and entry.begun):
+            return False
+        outcome.set_exception(RequestCancelledError("Cancelled before it began; nothing was applied."))
         self._changed.set()
         return True
 
     async def next(self) -> Entry:
         """The next operation to run; waits until there is one."""
         while True:
-            for session_id, session in self._sessions.items():
-                entry = self._advance(session)
-                if entry is not None:
-                    self._sessions.move_to_end(session_id)  # its turn comes again after the others'
-                    return entry
+            entry = self._take()
+            if entry is not None:
+                return entry
             self._changed.clear()
             await self._changed.wait()
 
-    def _advance(self, session: _Session) -> Entry | None:
-        """Takes the session's next operation, skipping cancelled ones; None if it has not arrived."""
-        while (entry := session.entries.get(session.next_seq)) is not None:
-            session.next_seq += 1
-            session.entries.pop(session.next_seq - 1 - KEPT_RESULTS, None)
-            if not entry.outcome.done():
-                entry.begun = True
-                return entry
-        return None
+    def _take(self) -> Entry | None:
+        """The next operation of the session whose turn it is: the first in line."""
+        heads = {session_id: head for session_id, session in self._sessions.items() if (head := self._head(session))}
+        if not heads:
+            return None
+        largest = max(head.num_tokens for head in heads.values())
+        while True:
+            session_id, session = next(iter(self._sessions.items()))
+            head = heads.get(session_id)
+            if head is None:
+                session.allowance = 0  # who has nothing to do saves nothing up
+            else:
+                if not session.in_turn:
+                    session.in_turn = True
+                    session.allowance += largest
+                if head.num_tokens <= session.allowance:
+                    self._begin(session_id, session, head)
+                    return head
+            self._end_turn(session_id, session)
+
+    def _begin(self, session_id: str, session: _Session, entry: Entry) -> None:
+        entry.begun = True
+        session.pass_by()
+        session.allowance -= entry.num_tokens
+        if not entry.num_tokens:
+            self._end_turn(session_id, session)
+
+    def _end_turn(self, session_id: str, session: _Session) -> None:
+        session.in_turn = False
+        self._sessions.move_to_end(session_id)
+
+    def _head(self, session: _Session) -> Entry | None:
+        """The session's next operation, skipping cancelled ones; None if it has not arrived."""
+        while (entry := session.entries.get(session.next_seq)) is not None and entry.outcome.done():
+            session.pass_by()
+        return entry
+
+    def _session(self, session_id: str) -> _Session:
+        if session_id not in self._sessions:
+            raise SessionStoppedError(f"Session {session_id} was stopped, or never was. Create a new one.")
+        return self._sessions[session_id]
+
+
+def _new_outcome() -> asyncio.Future[Any]:
+    outcome: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    # Nobody may be waiting for it any more: then an error is not worth a warning of asyncio.
+    outcome.add_done_callback(lambda outcome: outcome.cancelled() or outcome.exception())
+    return outcome

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import ActorUnschedulableError, RayActorError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raysessions.config import ActorConfig
 from raysessions.errors import PlacementError
@@ -22,29 +25,60 @@ def light_actor(cls: type[T], **options: Any) -> Any:
     return ray.remote(cls).options(num_cpus=0, max_concurrency=MAX_CALLS, **options)
 
 
-async def place_engine_actor(cls: type[T], *args: Any, config: ActorConfig, is_async: bool = False) -> Any:
-    """Creates an actor that holds an engine and waits until it has a place.
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Actors with a place."""
 
+    actors: list[Any]
+    group: PlacementGroup | None
+
+    def end(self) -> None:
+        """Kills the actors and gives back what was reserved for them: Ray would keep a group until its job ends."""
+        for actor in self.actors:
+            ray.kill(actor)
+        if self.group is not None:
+            remove_placement_group(self.group)
+
+
+async def place_engine_actors(cls: type[T], *args: Any, config: ActorConfig, count: int = 1, is_async: bool = False) -> Placed:
+    """Creates actors that hold an engine and waits until all have a place.
+
+    Several are placed together or not at all, on as few nodes as will do, unless `actor_options` has a scheduling strategy.
     Raises `PlacementError` naming what was asked and what each node has free.
     """
     options = {"num_cpus": 1, "num_gpus": _default_gpus(), **config.actor_options}
     if is_async:
         options["max_concurrency"] = MAX_CALLS
-    actor = ray.remote(cls).options(**options).remote(*args)
+    together = _bundle(options) if count > 1 and "scheduling_strategy" not in options else {}
+    group = placement_group([together] * count, strategy="PACK") if together else None
+    if group is not None:
+        options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group)
+    placed = Placed([ray.remote(cls).options(**options).remote(*args) for _ in range(count)], group)
     try:
-        await asyncio.wait_for(_placed(actor), config.placement_timeout_s)
-    except (TimeoutError, ActorUnschedulableError) as error:
-        ray.kill(actor)
-        raise PlacementError(
-            f"No node had room for a {cls.__name__} within {config.placement_timeout_s:g} s. Asked: {_asked(options)}; "
-            f"free: {_free()}. Lower actor_options, stop other sessions, or add a node."
-        ) from error
-    except RayActorError as error:
-        raise PlacementError(f"The process of a {cls.__name__} did not start: {error}") from error
-    return actor
+        await asyncio.wait_for(asyncio.gather(*map(_ping, placed.actors)), config.placement_timeout_s)
+    except BaseException as error:
+        placed.end()
+        if isinstance(error, TimeoutError | ActorUnschedulableError):
+            raise PlacementError(
+                f"No room for {count} {cls.__name__}{'s' if count > 1 else ''} within {config.placement_timeout_s:g} s. "
+                f"Asked for each: {_asked(options)}; free: {_free()}. Lower actor_options or num_workers, stop other "
+                "sessions, or add a node."
+            ) from error
+        if isinstance(error, RayActorError):
+            raise PlacementError(f"The process of a {cls.__name__} did not start: {error}") from error
+        raise
+    return placed
 
 
-async def _placed(actor: Any) -> None:
+def _bundle(options: dict[str, Any]) -> dict[str, float]:
+    """The resources of one actor as a placement group wants them; empty if it asks for none."""
+    asked = {"CPU": options["num_cpus"], "GPU": options["num_gpus"], **options.get("resources", {})}
+    if memory := options.get("memory"):
+        asked["memory"] = memory
+    return {name: amount for name, amount in asked.items() if amount}
+
+
+async def _ping(actor: Any) -> None:
     await actor.ping.remote()
 
 

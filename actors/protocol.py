@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,8 +10,36 @@ import numpy as np
 from raysessions.actors.maths.metrics import Part
 from raysessions.batch import Batch
 from raysessions.config import LoraConfig
-from raysessions.operations import SampleRequest
+from raysessions.errors import TrainingGroupError
+from raysessions.operations import Loss, SampleRequest
 from raysessions.types import AdamParams, SampleResponse
+
+
+class PeerFailedError(TrainingGroupError):
+    """This rank did its part, another did not; the other's error is the one to tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a rank runs."""
+
+    host: str
+    port: int
+    """Free when the rank looked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """One process's place in its training group, as torch.distributed wants to know it."""
+
+    world_rank: int
+    world_size: int
+    local_rank: int
+    """Among the ranks of its node."""
+    local_size: int
+    master_addr: str
+    """Of rank 0's node."""
+    master_port: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +64,14 @@ class AdapterFacts:
 
 @dataclass(frozen=True, slots=True)
 class LossResult:
-    """One forward or forward_backward over a batch, tokens in the order given."""
+    """One rank's part of a forward or forward_backward over a batch."""
 
+    positions: np.ndarray
+    """int64, shape (num_own,): which of the batch's tokens this rank computed."""
     logprobs: np.ndarray
-    """float32, shape (num_tokens,), nats."""
+    """Of their targets. float32, shape (num_own,) or (num_own, K), nats."""
     elementwise_loss: np.ndarray
-    """float32, shape (num_tokens,)."""
+    """float32, of the same shape."""
     metrics: list[dict[str, Part]]
     """One record per micro-batch."""
 
@@ -74,9 +103,7 @@ class TrainingEngine(Protocol):
 
     def remove_session(self, session_id: str) -> None: ...
 
-    def run_loss(
-        self, session_id: str, batch: Batch, loss_fn: str, config: Mapping[str, float], *, backward: bool
-    ) -> LossResult: ...
+    def run_loss(self, session_id: str, batch: Batch, loss: Loss, *, backward: bool) -> LossResult: ...
 
     def optim_step(self, session_id: str, adam: AdamParams) -> dict[str, float]: ...
 

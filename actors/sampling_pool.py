@@ -11,7 +11,7 @@ from typing import Any
 import ray
 
 from raysessions.actors.answer import answer
-from raysessions.actors.placement import place_engine_actor
+from raysessions.actors.placement import place_engine_actors
 from raysessions.actors.protocol import ModelFacts
 from raysessions.actors.sampling_actor import SamplingActor
 from raysessions.config import SamplingConfig
@@ -123,8 +123,9 @@ class SamplingPool:
 
     async def _start(self) -> None:
         await asyncio.to_thread(local_folder, self._base_model)
-        replica = await place_engine_actor(SamplingActor, self._base_model, self._config, config=self._config, is_async=True)
-        self._replicas = [replica]
+        args = (SamplingActor, self._base_model, self._config)
+        placed = await place_engine_actors(*args, config=self._config, is_async=True)
+        [replica] = self._replicas = placed.actors
         self._phase = "loading"
         try:
             self._facts = await _answered(replica.load.remote())

@@ -77,6 +77,8 @@ class SessionManager:
         self._check_new(driver_id, request.session_id)
         pool = self._pool(request.base_model, request.sampling, request.session_id)
         host_key = _key(request.base_model, request.training, request.sampling)
+        if not request.share:
+            host_key += f"\n{request.session_id}"
         self._sessions[request.session_id] = _Session(driver_id, request.token, pool.key, host_key)
         host = _get_or_create(self._hosts, host_key, ModelHost, request.base_model, request.training, pool.actor)
         host.users.add(request.session_id)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import ray
 
-from raysessions.actors.protocol import AdapterFacts, AdapterWeights, LossResult, ModelFacts
+from raysessions.actors.protocol import AdapterFacts, AdapterWeights, Address, LossResult, ModelFacts, Seat
 from raysessions.actors.threads import limit_threads
 from raysessions.batch import Batch
 from raysessions.config import LoraConfig, TrainingConfig
@@ -31,14 +31,19 @@ class TrainingActor:
     def ping(self) -> None:
         """Answers once the process has a place."""
 
-    def load(self) -> ModelFacts:
-        num_threads = limit_threads(self._config.num_threads)
+    def address(self) -> Address:
+        """Where this process runs, and a port that is free there."""
+        return Address(ray.util.get_node_ip_address(), _free_port())
+
+    def load(self, seat: Seat) -> ModelFacts:
+        """Returns when every rank of the group has loaded its part: they meet on the way."""
+        num_threads = limit_threads(self._config.num_threads, shared_by=seat.local_size)
         import torch
 
         from raysessions.actors.engines.deepspeed import DeepSpeedEngine
 
         torch.set_num_threads(num_threads)
-        self._engine = DeepSpeedEngine(local_folder(self._base_model), self._config, master_port=_free_port())
+        self._engine = DeepSpeedEngine(local_folder(self._base_model), self._config, seat)
         return self._engine.facts
 
     def add_session(self, session_id: str, lora: LoraConfig) -> AdapterFacts:
@@ -49,7 +54,7 @@ class TrainingActor:
 
     def run_loss(self, session_id: str, op: LossOp) -> LossResult:
         batch = op.batch if isinstance(op.batch, Batch) else ray.get(op.batch[0])
-        return self._engine.run_loss(session_id, batch, op.loss_fn, op.config, backward=op.backward)
+        return self._engine.run_loss(session_id, batch, op.loss, backward=op.backward)
 
     def optim_step(self, session_id: str, adam: AdamParams) -> dict[str, float]:
         return self._engine.optim_step(session_id, adam)
@@ -60,5 +65,5 @@ class TrainingActor:
 
 def _free_port() -> int:
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind(("", 0))
         return probe.getsockname()[1]

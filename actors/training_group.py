@@ -1,21 +1,23 @@
 """The training ranks of one base model, as one thing. Lives inside the ModelHost, their only caller.
 
-Every method sends its call at once and returns something to await: calls reach the ranks in the order of the methods,
+Every method sends its calls at once and returns something to await: calls reach the ranks in the order of the methods,
 and the next one is on its way before the last has ended.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Sequence
 from typing import Any
 
 import numpy as np
 import ray
 
 from raysessions.actors.answer import answer
-from raysessions.actors.maths.metrics import merge
-from raysessions.actors.placement import place_engine_actor
-from raysessions.actors.protocol import AdapterFacts, LossResult, ModelFacts
+from raysessions.actors.maths.metrics import Part, merge
+from raysessions.actors.placement import Placed, place_engine_actors
+from raysessions.actors.protocol import AdapterFacts, Address, LossResult, ModelFacts, PeerFailedError, Seat
 from raysessions.actors.training_actor import TrainingActor
 from raysessions.config import LoraConfig, TrainingConfig
 from raysessions.errors import TrainingGroupError
@@ -24,51 +26,111 @@ from raysessions.types import AdamParams, ForwardBackwardOutput, OptimStepRespon
 
 RANK_DIED = TrainingGroupError("A training rank died, and the session's weights with it. Create a new session.")
 
+STRAGGLER_S = 60.0
+"""How long the other ranks may take to answer once one has failed: at ZeRO stage 3 they may wait for it for ever."""
+
 
 class TrainingGroup:
-    """One rank for now: the whole base model in one process."""
+    """N ranks that get the same calls in the same order."""
 
-    def __init__(self, rank: Any) -> None:
-        self._rank = rank
+    def __init__(self, placed: Placed) -> None:
+        self._placed = placed
+        self._ranks = placed.actors
 
     @classmethod
     async def place(cls, base_model: str, config: TrainingConfig) -> TrainingGroup:
-        return cls(await place_engine_actor(TrainingActor, base_model, config, config=config))
+        return cls(await place_engine_actors(TrainingActor, base_model, config, config=config, count=config.num_workers))
 
-    def load(self) -> Awaitable[ModelFacts]:
-        return _answered(self._rank.load.remote())
+    async def load(self) -> ModelFacts:
+        addresses = await self._together([rank.address.remote() for rank in self._ranks])
+        loading = [rank.load.remote(seat) for rank, seat in zip(self._ranks, _seats(addresses), strict=True)]
+        return (await self._together(loading))[0]
 
     def add_session(self, session_id: str, lora: LoraConfig) -> Awaitable[AdapterFacts]:
-        return _answered(self._rank.add_session.remote(session_id, lora))
+        return _first(self._together([rank.add_session.remote(session_id, lora) for rank in self._ranks]))
 
     def remove_session(self, session_id: str) -> Awaitable[None]:
-        return _answered(self._rank.remove_session.remote(session_id))
+        return _first(self._together([rank.remove_session.remote(session_id) for rank in self._ranks]))
 
     def run_loss(self, session_id: str, op: LossOp) -> Awaitable[ForwardBackwardOutput]:
-        return _collect(self._rank.run_loss.remote(session_id, op), op.lengths)
+        return _collect(self._together([rank.run_loss.remote(session_id, op) for rank in self._ranks]), op.lengths)
 
     def optim_step(self, session_id: str, adam: AdamParams) -> Awaitable[OptimStepResponse]:
-        return _respond(self._rank.optim_step.remote(session_id, adam))
+        return _respond(self._together([rank.optim_step.remote(session_id, adam) for rank in self._ranks]))
 
     def export_adapter(self, session_id: str) -> ray.ObjectRef:
-        """The adapter as an object in the store, by reference: the host never holds the weights."""
-        return self._rank.export_adapter.remote(session_id)
+        """The adapter as an object in the store, by reference: the host never holds the weights. Every rank has them."""
+        return self._ranks[0].export_adapter.remote(session_id)
 
     def stop(self) -> None:
-        ray.kill(self._rank)
+        self._placed.end()
+
+    def _together(self, refs: Sequence[ray.ObjectRef]) -> Awaitable[list[Any]]:
+        """The ranks' answers. Raises the first error, when all have answered; when one is gone, ends the others too."""
+        calls = [asyncio.ensure_future(answer(ref, if_dead=RANK_DIED)) for ref in refs]
+
+        async def wait() -> list[Any]:
+            _, pending = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+            if pending and not any(_is_death(_error(call)) for call in calls):
+                _, pending = await asyncio.wait(pending, timeout=STRAGGLER_S)
+            if pending:
+                self.stop()
+                await asyncio.wait(pending)
+            errors = [error for call in calls if (error := _error(call)) is not None]
+            errors.sort(key=lambda error: isinstance(error, PeerFailedError))
+            if errors:
+                raise errors[0]
+            return [call.result() for call in calls]
+
+        return wait()
 
 
-async def _answered(ref: ray.ObjectRef) -> Any:
-    return await answer(ref, if_dead=RANK_DIED)
+def _seats(addresses: list[Address]) -> list[Seat]:
+    """Ranks of one node are neighbours only if Ray placed them so: the rank is the order of the actors."""
+    per_host = Counter(address.host for address in addresses)
+    seen: Counter[str] = Counter()
+    seats = []
+    for world_rank, address in enumerate(addresses):
+        seats.append(
+            Seat(
+                world_rank=world_rank,
+                world_size=len(addresses),
+                local_rank=seen[address.host],
+                local_size=per_host[address.host],
+                master_addr=addresses[0].host,
+                master_port=addresses[0].port,
+            )
+        )
+        seen[address.host] += 1
+    return seats
 
 
-async def _collect(ref: ray.ObjectRef, lengths: tuple[int, ...]) -> ForwardBackwardOutput:
-    result: LossResult = await _answered(ref)
+def _error(call: asyncio.Future[Any]) -> BaseException | None:
+    return call.exception() if call.done() else None
+
+
+def _is_death(error: BaseException | None) -> bool:
+    return isinstance(error, TrainingGroupError) and not isinstance(error, PeerFailedError)
+
+
+async def _first(answers: Awaitable[list[Any]]) -> Any:
+    return (await answers)[0]
+
+
+async def _collect(answers: Awaitable[list[LossResult]], lengths: tuple[int, ...]) -> ForwardBackwardOutput:
+    """Each rank's tokens in their places, then split by datum."""
+    results = await answers
+    shape = (sum(lengths), *results[0].logprobs.shape[1:])
+    logprobs, loss = np.empty(shape, dtype=np.float32), np.empty(shape, dtype=np.float32)
+    for result in results:
+        logprobs[result.positions] = result.logprobs
+        loss[result.positions] = result.elementwise_loss
     bounds = np.cumsum(lengths)[:-1]
-    columns = zip(np.split(result.logprobs, bounds), np.split(result.elementwise_loss, bounds), strict=True)
-    outputs = [{"logprobs": TensorData(logprobs), "elementwise_loss": TensorData(loss)} for logprobs, loss in columns]
-    return ForwardBackwardOutput(outputs, merge(result.metrics))
+    columns = zip(np.split(logprobs, bounds), np.split(loss, bounds), strict=True)
+    outputs = [{"logprobs": TensorData(of_datum), "elementwise_loss": TensorData(terms)} for of_datum, terms in columns]
+    return ForwardBackwardOutput(outputs, merge(metrics for result in results for metrics in result.metrics))
 
 
-async def _respond(ref: ray.ObjectRef) -> OptimStepResponse:
-    return OptimStepResponse(await _answered(ref))
+async def _respond(answers: Awaitable[list[dict[str, float]]]) -> OptimStepResponse:
+    parts = [{name: Part(value) for name, value in metrics.items()} for metrics in await answers]
+    return OptimStepResponse(merge(parts))

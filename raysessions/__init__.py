@@ -29,7 +29,7 @@ from raysessions.errors import (
     ValidationError,
 )
 from raysessions.future import APIFuture
-from raysessions.losses import LOSSES, LossSpec
+from raysessions.losses import LOSSES, LossSpec, register_loss
 from raysessions.sampling_client import SamplingClient
 from raysessions.service_client import ServiceClient
 from raysessions.training_client import TrainingClient
@@ -90,4 +90,5 @@ __all__ = [
     "__version__",
     "datum_for_rl",
     "datum_for_supervised",
+    "register_loss",
 ]

@@ -26,9 +26,9 @@ class Batch:
     offsets: np.ndarray
     """int64, shape (num_datums + 1,): datum i owns tokens[offsets[i]:offsets[i + 1]]."""
     target_tokens: np.ndarray
-    """int64, shape (num_tokens,)."""
+    """int64, shape (num_tokens,), or (num_tokens, K) where each position has K targets."""
     inputs: dict[str, np.ndarray]
-    """The loss's other inputs by name, float32, each of shape (num_tokens,)."""
+    """The loss's other inputs by name, float32, each of the shape of target_tokens."""
 
     def digest(self) -> str:
         """The same for batches of the same content."""
@@ -71,7 +71,15 @@ def pack(data: Sequence[Any], spec: LossSpec, *, vocab_size: int, context_length
     for index, datum in enumerate(data):
         sequence = _tokens(index, datum, context_length)
         tokens.append(sequence)
-        for key, value in _loss_inputs(index, datum, spec, len(sequence)).items():
+        inputs = _loss_inputs(index, datum, spec, len(sequence))
+        num_targets = inputs["target_tokens"].shape[1:]
+        if index and num_targets != columns["target_tokens"][0].shape[1:]:
+            raise DatumError(
+                f"data[{index}].loss_fn_inputs['target_tokens'] has shape {inputs['target_tokens'].shape}, data[0]'s has "
+                f"{columns['target_tokens'][0].shape}: all datums of a call need as many targets per position. Pad with "
+                "targets of weight 0, or make two calls."
+            )
+        for key, value in inputs.items():
             columns[key].append(value)
     flat = {key: np.concatenate(values) for key, values in columns.items()}
     batch = Batch(
@@ -107,18 +115,20 @@ def _loss_inputs(index: int, datum: Any, spec: LossSpec, length: int) -> dict[st
     if unknown := set(given) - {"target_tokens", *spec.all_inputs}:
         known = ", ".join(("target_tokens", *spec.all_inputs))
         raise DatumError(f"data[{index}].loss_fn_inputs[{min(unknown, key=str)!r}] is not an input of {spec.name!r}: {known}.")
-    columns = {}
+    columns: dict[str, np.ndarray] = {}
     for key in ("target_tokens", *spec.all_inputs):
+        if key not in given and key not in spec.optional_inputs:
+            raise DatumError(f"data[{index}].loss_fn_inputs has no {key!r}, which {spec.name!r} needs.")
+        shape = columns["target_tokens"].shape if columns else (length,)
         if key not in given:
-            if key not in spec.optional_inputs:
-                raise DatumError(f"data[{index}].loss_fn_inputs has no {key!r}, which {spec.name!r} needs.")
-            columns[key] = np.full(length, spec.optional_inputs[key], dtype=np.float32)
+            columns[key] = np.full(shape, spec.optional_inputs[key], dtype=np.float32)
             continue
         value = _array(index, key, given[key])
-        if value.shape != (length,):
+        has_many = key == "target_tokens" and spec.many_targets and value.ndim == 2 and value.shape[1] > 0
+        if value.shape != shape and not (has_many and len(value) == length):
             raise DatumError(
                 f"data[{index}].loss_fn_inputs[{key!r}] has shape {value.shape}; model_input has {length} tokens, "
-                f"so it must be ({length},)."
+                f"so it must be {shape}."
             )
         columns[key] = value
     return columns
@@ -151,18 +161,18 @@ def _check_values(batch: Batch, vocab_size: int) -> None:
         if wrong.any():
             index, position = _locate(batch, wrong)
             where = f"data[{index}].model_input" if key == "model_input" else f"data[{index}].loss_fn_inputs[{key!r}]"
-            token = int(column[np.argmax(wrong)])
+            token = int(column[wrong][0])
             raise DatumError(f"{where} has token id {token} at position {position}; the vocabulary has {vocab_size}.")
     for key, column in batch.inputs.items():
         wrong = ~np.isfinite(column)
         if wrong.any():
             index, position = _locate(batch, wrong)
-            value = column[np.argmax(wrong)]
+            value = column[wrong][0]
             raise DatumError(f"data[{index}].loss_fn_inputs[{key!r}] is {value} at position {position}; give finite numbers.")
 
 
 def _locate(batch: Batch, wrong: np.ndarray) -> tuple[int, int]:
     """Datum index and position in it of the first True."""
-    flat = int(np.argmax(wrong))
+    flat = int(np.argmax(wrong.reshape(len(batch.tokens), -1).any(axis=1)))
     index = int(np.searchsorted(batch.offsets, flat, side="right")) - 1
     return index, flat - int(batch.offsets[index])

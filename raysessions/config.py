@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from raysessions.errors import ConfigError
 from raysessions.models import checkpoint_dtype
@@ -38,8 +38,9 @@ class ActorConfig(TypedModel):
     dtype: Dtype = "auto"
     """Of the base model's weights. "auto": as the checkpoint says."""
     num_threads: int | None = Field(default=None, ge=1)
-    """CPU threads of one actor's mathematics. None: all cores of its node, right for a loop in which training and
-    sampling take turns. Where they overlap, give each its share: two pools on the same cores slow each other down."""
+    """CPU threads of one actor's mathematics. None: all cores of its node, shared by the training ranks on it; right for a
+    loop in which training and sampling take turns. Where they overlap, give each its share: two pools on the same cores
+    slow each other down."""
     placement_timeout_s: float = Field(default=60.0, gt=0)
     """How long the cluster may take to offer the resources."""
     actor_options: dict[str, Any] = Field(default_factory=dict)
@@ -60,9 +61,24 @@ class ActorConfig(TypedModel):
 class TrainingConfig(ActorConfig):
     """Settings of the training actors that hold one base model."""
 
+    num_workers: int = Field(default=1, ge=1)
+    """Ranks: processes that share each batch. `actor_options` are those of one rank."""
+    zero_stage: Literal[0, 1, 2, 3] = 0
+    """What the ranks split instead of holding it each: 1 an adapter's optimizer state, 2 also its gradient, 3 also the base
+    model's weights (for models that do not fit on one rank: gathering them costs time). Results are the same."""
+    offload_param: bool = False
+    """Keep the base model's weights in CPU memory between uses. Needs zero_stage=3 and a GPU."""
+    gradient_checkpointing: bool = False
+    """Keep one activation per layer and compute the rest again in backward: less memory, about a third more time."""
     max_tokens_per_micro_batch: int | None = Field(default=None, ge=1)
     """Tokens of one packed forward and backward. More is faster until memory or attention costs bite; a longer
     sequence gets a micro-batch of its own. None: 2048 on CPU, 8192 on GPU."""
+
+    @model_validator(mode="after")
+    def _offload_needs_stage_3(self) -> TrainingConfig:
+        if self.offload_param and self.zero_stage != 3:
+            raise ValueError("offload_param=True needs zero_stage=3: the other stages keep the weights whole on every rank")
+        return self
 
 
 class SamplingConfig(ActorConfig):

@@ -23,14 +23,21 @@ class APIFuture(ray.ObjectRef, Generic[T]):
 
     _ref: ray.ObjectRef
     _cancel: Callable[[], bool] | None
+    _look: Callable[[T], None] | None
+    """Looks at the value when it is fetched here, to warn."""
 
-    def __new__(cls, ref: ray.ObjectRef, cancel: Callable[[], bool] | None = None) -> APIFuture[T]:
+    def __new__(
+        cls, ref: ray.ObjectRef, cancel: Callable[[], bool] | None = None, look: Callable[[T], None] | None = None
+    ) -> APIFuture[T]:
         return super().__new__(cls, ref.binary(), ref.owner_address(), ref.call_site())
 
-    def __init__(self, ref: ray.ObjectRef, cancel: Callable[[], bool] | None = None) -> None:
+    def __init__(
+        self, ref: ray.ObjectRef, cancel: Callable[[], bool] | None = None, look: Callable[[T], None] | None = None
+    ) -> None:
         super().__init__(ref.binary(), ref.owner_address(), ref.call_site())
         self._ref = ref
         self._cancel = cancel
+        self._look = look
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The original ref goes along: Ray counts references by it, and a copy made here would hang its receiver.
@@ -43,13 +50,16 @@ class APIFuture(ray.ObjectRef, Generic[T]):
         """
         _refuse_in_event_loop()
         try:
-            return ray.get(self._ref, timeout=timeout)
+            value = ray.get(self._ref, timeout=timeout)
         except GetTimeoutError as error:
             raise RequestTimeoutError(
                 f"Not finished within {timeout} s. The operation goes on: call result() again to wait longer."
             ) from error
         except RayError as error:
             raise own_error(error) from error
+        if self._look is not None:
+            self._look(value)
+        return value
 
     def done(self) -> bool:
         """True once `result()` would return or raise at once."""

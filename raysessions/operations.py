@@ -14,6 +14,19 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class Loss:
+    """Which loss, and how."""
+
+    name: str
+    config: dict[str, float] = field(default_factory=dict)
+    """Complete: the defaults are in it."""
+    gates: tuple[str, ...] = ()
+    """As in its LossSpec."""
+    function: bytes | None = field(default=None, repr=False)
+    """Of a loss added by `register_loss`: the function, pickled. Only the training ranks unpickle it."""
+
+
+@dataclass(frozen=True, slots=True)
 class LossOp:
     """`forward` and `forward_backward`."""
 
@@ -22,11 +35,35 @@ class LossOp:
     and the host never copies the data."""
     digest: str
     """Of the batch's content: operations are the same if these are."""
-    loss_fn: str
-    config: dict[str, float]
+    loss: Loss
     lengths: tuple[int, ...]
     """Tokens of each datum, to split the outputs again."""
     backward: bool
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class CustomLossOp:
+    """The second pass of `forward_backward_custom`: a cross_entropy with the gradient of the caller's loss as weights."""
+
+    op: LossOp
+    loss: float
+    """The caller's."""
+    metrics: dict[str, float]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.op.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class AbandonedOp:
+    """Takes the place of an operation whose caller failed before it could be made: applies nothing."""
+
+    error: Exception = field(compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +80,7 @@ class SaveForSamplerOp:
     name: str
 
 
-Operation = LossOp | OptimStepOp | SaveForSamplerOp
+Operation = LossOp | CustomLossOp | AbandonedOp | OptimStepOp | SaveForSamplerOp
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +103,8 @@ class SessionRequest:
     """Known to the asking driver only: a start that is given up must not stop another session of the same name."""
     base_model: str
     lora: LoraConfig
+    share: bool
+    """Whether other sessions may use the same loaded base model."""
     training: TrainingConfig
     sampling: SamplingConfig
     """With max_lora_rank decided."""

@@ -64,6 +64,7 @@ class ServiceClient:
         train_unembed: bool = False,
         target_modules: Sequence[str] | None = None,
         name: str | None = None,
+        share: bool = True,
         training: TrainingConfig | None = None,
         sampling: SamplingConfig | None = None,
         timeout_s: float = 900,
@@ -81,6 +82,8 @@ class ServiceClient:
             train_unembed: adapting the output layer is not supported; True is refused.
             target_modules: names of the layers to adapt, instead of train_mlp and train_attn.
             name: of the session, unique in the cluster; None makes one up.
+            share: use the loaded base model of other sessions with the same configs, taking turns with them; each adds its
+                adapter's memory only. False: a base model of its own.
             training, sampling: settings for this session instead of the service's.
             timeout_s: for the whole start. When it passes, what was placed is freed.
 
@@ -101,6 +104,7 @@ class ServiceClient:
             token=secrets.token_hex(8),
             base_model=base_model,
             lora=lora,
+            share=share,
             training=training or self._training,
             sampling=(sampling or self._sampling).for_rank(rank),
         )

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 import ray
 
-from raysessions.batch import pack
+from raysessions.batch import Batch, pack
+from raysessions.custom_loss import CustomLossFn, run_second_pass, targets_only
+from raysessions.diagnostics import warn_of_divergence, warn_of_missing_logprobs
 from raysessions.errors import ConfigError, SamplerExpiredError, SessionStoppedError
 from raysessions.future import APIFuture
-from raysessions.losses import get_loss, resolve_config
-from raysessions.operations import LossOp, Operation, OptimStepOp, SaveForSamplerOp
+from raysessions.loss_op import loss_op, pickled_function
+from raysessions.losses import LossSpec, get_loss, resolve_config
+from raysessions.operations import Loss, LossOp, Operation, OptimStepOp, SaveForSamplerOp
 from raysessions.progress import wait_with_progress
 from raysessions.sampling_client import SamplingClient
 from raysessions.tokenizer import load_tokenizer
@@ -28,9 +31,6 @@ from raysessions.types import (
     as_typed,
 )
 from raysessions.uris import VersionUri
-
-INLINE_BYTES = 64 * 1024
-"""A batch up to this size travels with its operation; Ray itself inlines arguments up to 100 KiB."""
 
 
 class TrainingClient:
@@ -66,6 +66,30 @@ class TrainingClient:
         Raises `DatumError` or `LossError` at once, and then nothing was sent. A call that fails later adds nothing.
         """
         return self._submit(self._loss_op(data, loss_fn, loss_fn_config, backward=True))
+
+    def forward_backward_custom(self, data: Sequence[Datum], loss_fn: CustomLossFn) -> APIFuture[ForwardBackwardOutput]:
+        """Like `forward_backward`, with a loss of your own that runs here and may couple datums.
+
+        Args:
+            data: datums with `target_tokens`; what else `loss_fn_inputs` holds is for `loss_fn`.
+            loss_fn: `loss_fn(data, logprobs)` gets the data as given and per datum a torch tensor of its targets' logprobs,
+                and returns the loss, a scalar tensor made from them, and a dict of metrics. It runs in a thread.
+
+        Two passes over the model: a forward, and a cross_entropy with −d loss / d logprob as weights, which has the same
+        gradient. Operations called later wait for both. An error in `loss_fn` is the future's, and nothing is applied.
+        """
+        self._check_running()
+        bare = targets_only(data)
+        forward = self._loss_op(bare, "cross_entropy", None, backward=False)
+        batch = self._pack(bare, get_loss("cross_entropy"))
+        with self._lock:
+            first = self._send(self._last_seq + 1, forward)
+            seq_id = self._last_seq + 1
+            # The host waits for this number while the loss is computed here.
+            outcome = self._host.outcome.remote(self._info.session_id, seq_id)
+            self._last_seq = seq_id
+        run_second_pass(data, batch, loss_fn, first, lambda op: self._host.submit.remote(self._info.session_id, seq_id, op))
+        return self._future(outcome, seq_id)
 
     def optim_step(self, adam_params: AdamParams | None = None) -> APIFuture[OptimStepResponse]:
         """One AdamW step with the accumulated gradient, which is then cleared.
@@ -113,7 +137,9 @@ class TrainingClient:
         return self._tokenizer
 
     def get_info(self) -> SessionInfo:
-        return self._info
+        """The session as of now, also who shares its base model."""
+        self._check_running()
+        return APIFuture(self._host.info.remote(self._info.session_id)).result(self._timeout_s)
 
     def stop(self) -> None:
         """Ends the session and frees what it held. Safe to call again."""
@@ -126,20 +152,27 @@ class TrainingClient:
     ) -> LossOp:
         self._check_running()
         spec = get_loss(loss_fn)
-        config = resolve_config(spec, loss_fn_config)
-        batch = pack(data, spec, vocab_size=self._info.vocab_size, context_length=self._info.context_length)
-        lengths = tuple(batch.lengths.tolist())
-        sent = batch if batch.num_bytes <= INLINE_BYTES else (ray.put(batch),)
-        return LossOp(sent, batch.digest(), loss_fn, config, lengths, backward)
+        loss = Loss(loss_fn, resolve_config(spec, loss_fn_config), spec.gates, pickled_function(loss_fn))
+        batch = self._pack(data, spec)
+        warn_of_missing_logprobs(batch)
+        return loss_op(batch, loss, backward=backward)
+
+    def _pack(self, data: Sequence[Datum], spec: LossSpec) -> Batch:
+        return pack(data, spec, vocab_size=self._info.vocab_size, context_length=self._info.context_length)
 
     def _submit(self, op: Operation) -> APIFuture[Any]:
         self._check_running()
-        session_id = self._info.session_id
         with self._lock:
-            seq_id = self._last_seq + 1
-            ref = self._host.submit.remote(session_id, seq_id, op)
-            self._last_seq = seq_id  # not before it is sent: a number that never arrives would stop the session
-        return APIFuture(ref, lambda: ray.get(self._host.cancel.remote(session_id, seq_id)))
+            return self._send(self._last_seq + 1, op)
+
+    def _send(self, seq_id: int, op: Operation) -> APIFuture[Any]:
+        """Sends `op` under the next number; the lock is held."""
+        ref = self._host.submit.remote(self._info.session_id, seq_id, op)
+        self._last_seq = seq_id  # not before it is sent: a number that never arrives would stop the session
+        return self._future(ref, seq_id, look=warn_of_divergence if isinstance(op, LossOp) else None)
+
+    def _future(self, ref: ray.ObjectRef, seq_id: int, look: Callable[[Any], None] | None = None) -> APIFuture[Any]:
+        return APIFuture(ref, lambda: ray.get(self._host.cancel.remote(self._info.session_id, seq_id)), look)
 
     def _sampling_client(self, uri: VersionUri | None) -> SamplingClient:
         info = self._info

@@ -196,8 +196,8 @@ class ForwardBackwardOutput:
     """What `forward` and `forward_backward` resolve to."""
 
     loss_fn_outputs: list[dict[str, TensorData]]
-    """Per datum, in the order given: `logprobs` of the target tokens (nats) and `elementwise_loss`, float32, each as
-    long as the datum's model_input."""
+    """Per datum, in the order given: `logprobs` of the target tokens (nats) and `elementwise_loss`, float32, each of the
+    shape of the datum's target_tokens. `forward_backward_custom` gives the logprobs alone."""
     metrics: dict[str, float]
     """Of this call alone. The suffix says how parts were merged: `loss:sum`, `weight:sum`, `engine_seconds:max`, …"""
 
@@ -252,6 +252,11 @@ class SessionInfo:
     """Tokens in one sequence at most."""
     dtype: str
     """Of the base model's weights; adapters are float32."""
+    num_workers: int
+    """Training ranks that hold the base model."""
+    zero_stage: int
+    sharing: tuple[str, ...] = ()
+    """The other sessions that train on the same loaded base model, sorted, when `get_info` was called."""
 
 
 def as_model_input(value: Any) -> ModelInput:

@@ -56,6 +56,7 @@ def engine_factory(tiny_model: Path):  # type: ignore[no-untyped-def]
 
     from raysessions import TrainingConfig
     from raysessions.actors.engines.deepspeed import DeepSpeedEngine
+    from raysessions.actors.protocol import Seat
 
     torch.set_num_threads(2)
 
@@ -63,6 +64,6 @@ def engine_factory(tiny_model: Path):  # type: ignore[no-untyped-def]
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        return DeepSpeedEngine(tiny_model, TrainingConfig(**config), master_port=port)
+        return DeepSpeedEngine(tiny_model, TrainingConfig(**config), Seat(0, 1, 0, 1, "127.0.0.1", port))
 
     return make

@@ -6,10 +6,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from raysessions import Datum, SampledSequence, datum_for_rl, datum_for_supervised
+from raysessions import LOSSES, Datum, SampledSequence, datum_for_rl, datum_for_supervised
+from raysessions.operations import Loss
 
 VOCAB = 259
 """Of the tiny model."""
+
+
+def loss(name: str = "cross_entropy", **config: float) -> Loss:
+    """A built-in loss as the clients send it."""
+    return Loss(name, {**LOSSES[name].config, **config}, LOSSES[name].gates)
 
 
 def supervised(lengths: Sequence[int], seed: int = 0) -> list[Datum]:

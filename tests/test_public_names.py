@@ -51,6 +51,7 @@ PUBLIC_NAMES = [
     "__version__",
     "datum_for_rl",
     "datum_for_supervised",
+    "register_loss",
 ]
 
 HEAVY = ["deepspeed", "peft", "torch", "transformers", "vllm"]

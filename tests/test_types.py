@@ -232,7 +232,7 @@ def test_every_record_survives_pickling():
         ForwardBackwardOutput([{"logprobs": tensor}], {"loss:sum": 1.0}),
         OptimStepResponse({"grad_norm:max": 1.0}),
         SaveWeightsForSamplerResponse("raysessions://s/v1", 1, "first"),
-        SessionInfo("s", "tiny", 8, 32.0, 1, ("q_proj",), 10, 259, 512, "float32"),
+        SessionInfo("s", "tiny", 8, 32.0, 1, ("q_proj",), 10, 259, 512, "float32", 1, 0, ("other",)),
     ]
     for record in records:
         copy = pickle.loads(pickle.dumps(record))

@@ -44,7 +44,7 @@ def test_settings_that_cannot_be_honoured_are_refused(service, resident, tiny_mo
 
 def test_more_resources_than_the_cluster_has_are_refused_with_what_is_free(service, resident, tiny_model):
     greedy = rs.TrainingConfig(actor_options={"num_cpus": 512}, placement_timeout_s=2)
-    with pytest.raises(rs.PlacementError, match=r"Asked: CPU 512; free: .*CPU 0 of \d+.*Lower actor_options"):
+    with pytest.raises(rs.PlacementError, match=r"Asked for each: CPU 512; free: .*CPU 0 of \d+.*Lower actor_options"):
         service.create_lora_training_client(str(tiny_model), training=greedy)
 
 

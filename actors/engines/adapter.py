@@ -1,22 +1,26 @@
 """One session's LoRA adapter: its weights, its gradient and its AdamW state, each one flat float32 buffer.
 
-The parameters inside the model are views of the weights, and their `.grad` are views of the gradient, so that an
-optimizer step, a clip, a copy or a save is one operation over one array whatever the number of layers.
+The parameters inside the model are views of the weights, and in backward their `.grad` are views of one scratch buffer that
+all sessions of a rank use in turn. So an optimizer step, a clip, a reduction over ranks, a copy or a save is one operation
+over one array whatever the number of layers, and a failed backward touches nothing that counts.
 """
 
 from __future__ import annotations
 
-import math
 import warnings
+from collections.abc import Iterator
 
 import torch
 from peft import LoraConfig as PeftLoraConfig
 from peft import inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 
+from raysessions.actors.engines import lora_linear
+from raysessions.actors.engines.process_group import ProcessGroup
+from raysessions.actors.engines.sharded_adamw import ShardedAdamW
 from raysessions.actors.protocol import AdapterFacts, AdapterWeights
 from raysessions.config import LoraConfig
-from raysessions.errors import EmptyGradientError, SessionError
+from raysessions.errors import EmptyGradientError
 from raysessions.types import AdamParams
 
 
@@ -28,12 +32,26 @@ def activate(model: torch.nn.Module, name: str) -> None:
 
 
 class Adapter:
-    """A LoRA adapter named `name`, injected into `model` by PEFT."""
+    """A LoRA adapter named `name`, injected into `model` by PEFT.
 
-    def __init__(self, model: torch.nn.Module, name: str, lora: LoraConfig, target_modules: tuple[str, ...]) -> None:
+    ZeRO stage 0 keeps gradient and optimizer state whole on every rank, stage 1 splits the state, stages 2 and 3 also the
+    gradient. The weights are whole everywhere: the forward needs them.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        name: str,
+        lora: LoraConfig,
+        target_modules: tuple[str, ...],
+        group: ProcessGroup,
+        zero_stage: int,
+    ) -> None:
         self.name = name
         self.lora = lora
         self.target_modules = target_modules
+        self._group = group
+        self._zero_stage = zero_stage
         config = PeftLoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=list(target_modules), lora_dropout=0.0)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Already found a `peft_config`")  # several adapters are what we want
@@ -41,29 +59,37 @@ class Adapter:
         self.layers: list[tuple[str, LoraLayer]] = [
             (path, module) for path, module in model.named_modules() if isinstance(module, LoraLayer) and name in module.lora_A
         ]
+        for _, layer in self.layers:
+            lora_linear.install(layer)
         self._parameters = [
             (f"base_model.model.{path}.lora_{side}.weight", getattr(layer, f"lora_{side}")[name].weight)
             for path, layer in self.layers
             for side in ("A", "B")
         ]
-        self._flatten()
+        self.num_parameters = sum(parameter.numel() for _, parameter in self._parameters)
+        self.weights = self._flatten()
+        """float32, shape (num_parameters, and up to a multiple of the ranks): the same on every rank."""
         self._initialise(lora.seed)
-        # AdamW updates each number by itself, so one flat parameter steps as its many views would.
-        self._optimizer = torch.optim.AdamW([self.weights], fused=True)
+        self._optimizer = ShardedAdamW(self.weights, group, is_sharded=zero_stage >= 1)
+        self.gradient = torch.zeros_like(group.own_slice(self.weights) if zero_stage >= 2 else self.weights)
+        """What counts only while `has_gradient`: this rank's part of the sum, from stage 2 on its slice of the whole sum."""
         self.has_gradient = False
         self.step = 0
 
-    def _flatten(self) -> None:
-        size = sum(parameter.numel() for _, parameter in self._parameters)
+    def _flatten(self) -> torch.Tensor:
+        """Moves the parameters into one buffer, of which they become views."""
         device = self._parameters[0][1].device
-        self.weights = torch.nn.Parameter(torch.zeros(size, dtype=torch.float32, device=device), requires_grad=False)
-        self.gradient = torch.zeros(size, dtype=torch.float32, device=device)
+        weights = torch.zeros(_round_up(self.num_parameters, self._group.world_size), dtype=torch.float32, device=device)
+        for parameter, view in self._views(weights):
+            parameter.data = view
+            parameter.requires_grad_(True)
+        return weights
+
+    def _views(self, flat: torch.Tensor) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
         begin = 0
         for _, parameter in self._parameters:
             end = begin + parameter.numel()
-            parameter.data = self.weights.data[begin:end].view(parameter.shape)
-            parameter.requires_grad_(True)
-            parameter.grad = self.gradient[begin:end].view(parameter.shape)
+            yield parameter, flat[begin:end].view(parameter.shape)
             begin = end
 
     def _initialise(self, seed: int) -> None:
@@ -79,38 +105,44 @@ class Adapter:
             layer.delete_adapter(self.name)
 
     def facts(self) -> AdapterFacts:
-        return AdapterFacts(self.target_modules, num_modules=len(self.layers), num_parameters=self.weights.numel())
+        return AdapterFacts(self.target_modules, num_modules=len(self.layers), num_parameters=self.num_parameters)
+
+    def collect_into(self, scratch: torch.Tensor) -> None:
+        """Until `stop_collecting`, backward adds to `scratch`, as long as `weights`, which is cleared first."""
+        scratch.zero_()
+        for parameter, view in self._views(scratch):
+            parameter.grad = view
+
+    def stop_collecting(self) -> None:
+        for _, parameter in self._parameters:
+            parameter.grad = None
+
+    def accumulate(self, scratch: torch.Tensor) -> None:
+        """Adds what backward left in `scratch` to the gradient."""
+        part = self._group.sum_slices(scratch) if self._zero_stage >= 2 else scratch
+        if self.has_gradient:
+            self.gradient.add_(part)
+        else:
+            self.gradient.copy_(part)
+        self.has_gradient = True
 
     def optim_step(self, adam: AdamParams) -> dict[str, float]:
-        """Clips, steps AdamW, clears the gradient. Raises before anything is applied."""
+        """Sums the gradient over the ranks, clips, steps AdamW, drops the gradient. Raises before anything is applied."""
         if not self.has_gradient:
             raise EmptyGradientError("optim_step with no gradient: call forward_backward first.")
-        grad_norm = torch.linalg.vector_norm(self.gradient, dtype=torch.float64).item()
-        if not math.isfinite(grad_norm):
-            self.clear_gradient()
-            raise SessionError(
-                f"The gradient's norm is {grad_norm}: nothing was applied and the gradient was dropped. "
-                "Look for extreme advantages or logprobs in the last batches."
-            )
-        if adam.grad_clip_norm and grad_norm > adam.grad_clip_norm:
-            self.gradient.mul_(adam.grad_clip_norm / grad_norm)
-        self._optimizer.param_groups[0].update(
-            lr=adam.learning_rate, betas=(adam.beta1, adam.beta2), eps=adam.eps, weight_decay=adam.weight_decay
-        )
-        self.weights.grad = self.gradient
-        self._optimizer.step()
-        self.weights.grad = None
-        self.clear_gradient()
+        self.has_gradient = False
+        grad_norm = self._optimizer.step(self._summed_gradient(), adam)
         self.step += 1
         return {"grad_norm:max": grad_norm, "step:max": float(self.step)}
 
-    def clear_gradient(self) -> None:
-        self.gradient.zero_()
-        self.has_gradient = False
+    def _summed_gradient(self) -> torch.Tensor:
+        if self._zero_stage == 0:
+            return self._group.sum(self.gradient)
+        return self._group.sum_slices(self.gradient) if self._zero_stage == 1 else self.gradient
 
     def export(self, dtype: torch.dtype) -> AdapterWeights:
         """A copy of the weights in `dtype`, the base model's."""
-        flat = self.weights.detach().to(dtype=dtype, copy=True).cpu()
+        flat = self.weights[: self.num_parameters].to(dtype=dtype, copy=True).cpu()
         return AdapterWeights(
             flat=(flat.view(torch.uint16) if dtype == torch.bfloat16 else flat).numpy(),
             entries=tuple((name, tuple(parameter.shape)) for name, parameter in self._parameters),
@@ -119,3 +151,7 @@ class Adapter:
             target_modules=self.target_modules,
             num_modules=len(self.layers),
         )
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple

@@ -38,10 +38,10 @@ def register() -> str:
 class PaddedBatch:
     """Segments of similar length, padded to the same. N segments of at most L tokens that see at most S."""
 
-    query_index: torch.Tensor
-    """Where the queries stand in the row; padding points anywhere. int64, shape (N · L,)."""
-    key_index: torch.Tensor
-    """The same for keys and values. int64, shape (N · S,)."""
+    query_index: torch.Tensor | slice
+    """Where the queries stand in the row; padding points anywhere. int64, shape (N · L,), or a slice that says the same."""
+    key_index: torch.Tensor | slice
+    """The same for keys and values. int64, shape (N · S,), or a slice."""
     mask: torch.Tensor
     """0 where a query may look and −inf elsewhere. float32, shape (N, 1, L, S)."""
 
@@ -52,7 +52,7 @@ class AttentionPlan:
 
     single: list[Segment]
     padded: list[PaddedBatch]
-    slot: torch.Tensor
+    slot: torch.Tensor | slice
     """For each token of the row, where its output stands in the outputs of `single` and `padded`, end to end. int64."""
 
 
@@ -73,7 +73,7 @@ def plan_attention(segments: list[Segment], device: torch.device) -> AttentionPl
         for segment in group:
             slot[segment.begin : segment.end] = begin + np.arange(_num_own(segment))
             begin += longest
-    return AttentionPlan(single, padded, torch.from_numpy(slot).to(device))
+    return AttentionPlan(single, padded, _index(slot, device))
 
 
 def packed_attention(
@@ -96,7 +96,8 @@ def packed_attention(
         return _attend(query, key, value, whole, scale, sliding_window).transpose(1, 2).contiguous(), None
     outputs = [_attend(query, key, value, segment, scale, sliding_window) for segment in plan.single]
     outputs += [_attend_padded(query, key, value, batch, scale, sliding_window) for batch in plan.padded]
-    return torch.cat(outputs, dim=2)[:, :, plan.slot].transpose(1, 2).contiguous(), None
+    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+    return output[:, :, plan.slot].transpose(1, 2).contiguous(), None
 
 
 def _attend(
@@ -178,10 +179,18 @@ def _pad(segments: list[Segment], device: torch.device) -> PaddedBatch:
         mask[i, 0, rows, columns] = 0.0
         mask[i, 0, len(own) :, 0] = 0.0  # a padding query sees something, or its softmax is not a number
     return PaddedBatch(
-        torch.from_numpy(query_index.ravel()).to(device),
-        torch.from_numpy(key_index.ravel()).to(device),
+        _index(query_index.ravel(), device),
+        _index(key_index.ravel(), device),
         torch.from_numpy(mask).to(device),
     )
+
+
+def _index(index: np.ndarray, device: torch.device) -> torch.Tensor | slice:
+    """A slice where the places follow each other: it costs no copy, forward or backward."""
+    begin = int(index[0])
+    if np.array_equal(index, np.arange(begin, begin + len(index))):
+        return slice(begin, begin + len(index))
+    return torch.from_numpy(index).to(device)
 
 
 def _window_mask(mask: torch.Tensor, window: int) -> torch.Tensor:

@@ -6,82 +6,84 @@ goes through the modules and the backward is autograd's, not DeepSpeed's, whose 
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-import transformers
 
-from raysessions.actors.engines import attention, process_group, target_modules
+from raysessions.actors.engines import target_modules
 from raysessions.actors.engines.adapter import Adapter, activate
+from raysessions.actors.engines.base_model import load_base_model
+from raysessions.actors.engines.loss_function import compute_loss
+from raysessions.actors.engines.process_group import ProcessGroup
 from raysessions.actors.maths.batching import positions, select
-from raysessions.actors.maths.logprobs import target_logprobs
-from raysessions.actors.maths.losses import LOSS_FNS, LossOutput
+from raysessions.actors.maths.losses import LossInputs, LossOutput
 from raysessions.actors.maths.metrics import Part
-from raysessions.actors.maths.rows import Row, Segment, plan_rows
-from raysessions.actors.protocol import AdapterFacts, AdapterWeights, LossResult, ModelFacts
+from raysessions.actors.maths.rows import Row, empty_row, plan_share
+from raysessions.actors.protocol import AdapterFacts, AdapterWeights, LossResult, ModelFacts, PeerFailedError, Seat
 from raysessions.batch import Batch
 from raysessions.config import LoraConfig, TrainingConfig
-from raysessions.errors import ConfigError
-from raysessions.losses import LOSSES
+from raysessions.operations import Loss
 from raysessions.types import AdamParams
 
 DEFAULT_MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": 8192}
 
 
 class DeepSpeedEngine:
-    """One rank's model. Not thread-safe: the actor calls it from one thread."""
+    """One rank's model. Every rank must get the same calls in the same order. Not thread-safe."""
 
-    def __init__(self, folder: Path, config: TrainingConfig, *, master_port: int) -> None:
+    def __init__(self, folder: Path, config: TrainingConfig, seat: Seat) -> None:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._config = config
         self._adapters: dict[str, Adapter] = {}
         self._active: str | None = None
-        process_group.join(self.device, master_port)
-        self._model = _initialise_deepspeed(_load(folder, config.dtype_for(folder)).to(self.device))
-        self._head = self._model.get_output_embeddings().weight
+        self._group = ProcessGroup(seat, self.device)
+        self._model = load_base_model(folder, config, self.device)
         self._max_tokens = config.max_tokens_per_micro_batch or DEFAULT_MICRO_BATCH_TOKENS[self.device.type]
-        text_config = self._model.config.get_text_config()
+        self._scratch = torch.zeros(0, device=self.device)
         self.facts = ModelFacts(
-            vocab_size=self._head.shape[0],
-            context_length=text_config.max_position_embeddings,
+            vocab_size=self._model.vocab_size,
+            context_length=self._model.context_length,
             dtype=str(self._model.dtype).removeprefix("torch."),
         )
-        self._check_head()
 
     def add_session(self, session_id: str, lora: LoraConfig) -> AdapterFacts:
-        targets = target_modules.choose(self._model, lora)
-        adapter = self._adapters[session_id] = Adapter(self._model, session_id, lora, targets)
+        causal_lm = self._model.causal_lm
+        targets = target_modules.choose(causal_lm, lora)
+        adapter = Adapter(causal_lm, session_id, lora, targets, self._group, self._config.zero_stage)
+        self._adapters[session_id] = adapter
         self._active = None  # injection leaves several adapters active
+        self._fit_scratch()
         return adapter.facts()
 
     def remove_session(self, session_id: str) -> None:
         self._adapters.pop(session_id).remove()
         self._active = None
+        self._fit_scratch()
 
-    def run_loss(
-        self, session_id: str, batch: Batch, loss_fn: str, config: Mapping[str, float], *, backward: bool
-    ) -> LossResult:
-        """The loss of `batch`; with `backward`, its gradient is added to the session's, entirely or not at all."""
+    def run_loss(self, session_id: str, batch: Batch, loss: Loss, *, backward: bool) -> LossResult:
+        """This rank's part of the loss of `batch`; with `backward`, its gradient is added to the session's, on every rank
+        entirely or on none."""
         started = time.perf_counter()
         adapter = self._activate(session_id)
-        result = LossResult(
-            logprobs=np.empty(len(batch.tokens), dtype=np.float32),
-            elementwise_loss=np.empty(len(batch.tokens), dtype=np.float32),
-            metrics=[],
-        )
-        with self._all_or_nothing(adapter) if backward else torch.no_grad():
-            for row in plan_rows(batch, self._max_tokens):
-                logprobs_T, output = self._run_row(row, select(batch, row.indices), loss_fn, config)
-                if backward:
-                    output.per_token_T.sum().backward()
-                at = positions(batch, row.indices)
-                result.logprobs[at] = logprobs_T.detach().cpu().numpy()
-                result.elementwise_loss[at] = output.per_token_T.detach().cpu().numpy()
-                result.metrics.append(output.metrics)
+        with torch.set_grad_enabled(backward), self._model.exact_products():
+            if not backward:
+                result, error = self._run_rows(batch, loss)
+            else:
+                scratch = self._scratch[: len(adapter.weights)]
+                adapter.collect_into(scratch)
+                try:
+                    result, error = self._run_rows(batch, loss)
+                finally:
+                    adapter.stop_collecting()
+        failed = self._group.any(error is not None)
+        if error is not None:
+            raise error
+        if failed:
+            raise PeerFailedError("The operation failed on another rank; nothing was applied.")
+        if backward:
+            adapter.accumulate(scratch)
         result.metrics.append({"engine_seconds:max": Part(time.perf_counter() - started)})
         return result
 
@@ -93,89 +95,70 @@ class DeepSpeedEngine:
     def export_adapter(self, session_id: str) -> AdapterWeights:
         return self._adapters[session_id].export(self._model.dtype)
 
-    def _activate(self, session_id: str) -> Adapter:
-        adapter = self._adapters[session_id]
-        if self._active != session_id:
-            activate(self._model, session_id)
-            self._active = session_id
-        return adapter
+    def _run_rows(self, batch: Batch, loss: Loss) -> tuple[LossResult, Exception | None]:
+        """This rank's rows, and the first error in them. At stage 3 the ranks gather weights together, so all of them go
+        through the model equally often, also with nothing to do or after an error in the loss."""
+        share = plan_share(batch, self._max_tokens, self._group.world_rank, self._group.world_size)
+        rows = share.rows
+        own = np.concatenate([positions(batch, row.indices) for row in rows]) if rows else np.empty(0, dtype=np.int64)
+        shape = (len(own), *batch.target_tokens.shape[1:])
+        result = LossResult(own, np.empty(shape, dtype=np.float32), np.empty(shape, dtype=np.float32), [])
+        error: Exception | None = None
+        begin = 0
+        for row in rows:
+            part = select(batch, row.indices)
+            end = begin + len(part.tokens)
+            try:
+                logprobs_T, output = self._run_row(row, part, loss)
+            except Exception as caught:
+                error = error or caught
+                if self._config.zero_stage < 3:
+                    break
+            else:
+                result.logprobs[begin:end] = logprobs_T.view(end - begin, *shape[1:]).cpu()
+                result.elementwise_loss[begin:end] = output.per_token_T.detach().view(end - begin, *shape[1:]).cpu()
+                result.metrics.append(output.metrics)
+            begin = end
+        if self._config.zero_stage == 3:
+            for _ in range(share.num_passes - len(rows)):
+                self._pass_through(empty_row())
+        return result, error
 
-    @contextlib.contextmanager
-    def _all_or_nothing(self, adapter: Adapter) -> Iterator[None]:
-        """Puts the gradient back as it was when a micro-batch fails."""
-        before = adapter.gradient.clone() if adapter.has_gradient else None
-        try:
-            yield
-        except BaseException:
-            adapter.gradient.zero_() if before is None else adapter.gradient.copy_(before)
-            raise
-        adapter.has_gradient = True
-
-    def _run_row(self, row: Row, batch: Batch, loss_fn: str, config: Mapping[str, float]) -> tuple[torch.Tensor, LossOutput]:
-        """Forward of one row with the datums `batch`. Returns the logprobs with their graph, and the loss."""
-        inputs = {key: self._tensor(column) for key, column in batch.inputs.items()}
-        trained_T = torch.ones(len(batch.tokens), dtype=torch.bool, device=self.device)
-        for gate in LOSSES[loss_fn].gates:
+    def _run_row(self, row: Row, batch: Batch, loss: Loss) -> tuple[torch.Tensor, LossOutput]:
+        """Forward, loss and, where gradients are enabled, backward of one row with the datums `batch`."""
+        num_targets = batch.target_tokens[0].size
+        columns = {name: torch.from_numpy(column.reshape(-1)).to(self.device) for name, column in batch.inputs.items()}
+        sequence = np.repeat(np.arange(batch.num_datums), batch.lengths * num_targets)
+        inputs = LossInputs(columns, torch.from_numpy(sequence).to(self.device), batch.num_datums)
+        trained_T = torch.ones(len(sequence), dtype=torch.bool, device=self.device)
+        for gate in loss.gates:
             trained_T &= inputs[gate] != 0
-        # Datums that share a prompt ask for the same logprobs in it: each pair of position and target once.
-        pairs, pair_T = np.unique(np.stack([row.source, batch.target_tokens]), axis=1, return_inverse=True)
-        pair_T = self._tensor(pair_T)
-        trained_P = torch.zeros(pairs.shape[1], dtype=torch.bool, device=self.device)
-        trained_P[pair_T[trained_T]] = True
-        hidden_PH = self._hidden(row)[self._tensor(pairs[0])]
-        logprobs_T = target_logprobs(hidden_PH, self._head, self._tensor(pairs[1]), trained_P)[pair_T]
-        return logprobs_T, LOSS_FNS[loss_fn](logprobs_T, inputs, config)
+        logprobs_T = self._model(row, np.repeat(row.source, num_targets), batch.target_tokens.reshape(-1), trained_T)
+        try:
+            output = compute_loss(loss, logprobs_T, inputs)
+        except BaseException:
+            if torch.is_grad_enabled() and self._config.zero_stage == 3:
+                (0.0 * logprobs_T.sum()).backward()
+            raise
+        if torch.is_grad_enabled():
+            output.per_token_T.sum().backward()
+        return logprobs_T.detach(), output
 
-    def _hidden(self, row: Row) -> torch.Tensor:
-        """The last hidden states of the row, shape (num_unique, hidden size)."""
-        return self._forward(self._model.get_decoder(), row).last_hidden_state[0]
+    def _pass_through(self, row: Row) -> None:
+        """The model's forward and backward with nothing to learn from."""
+        untrained_T = torch.zeros(1, dtype=torch.bool, device=self.device)
+        logprobs_T = self._model(row, row.source, row.tokens, untrained_T)
+        if torch.is_grad_enabled():
+            logprobs_T.sum().backward()
 
-    def _forward(self, module: torch.nn.Module, row: Row) -> Any:
-        with self._autocast():
-            return module(
-                input_ids=self._tensor(row.tokens)[None],
-                position_ids=self._tensor(row.position_ids)[None],
-                use_cache=False,
-                plan=attention.plan_attention(row.segments, self.device),
-            )
+    def _activate(self, session_id: str) -> Adapter:
+        if self._active != session_id:
+            activate(self._model.causal_lm, session_id)
+            self._active = session_id
+        return self._adapters[session_id]
 
-    def _autocast(self) -> contextlib.AbstractContextManager[object]:
-        if self._model.dtype == torch.float32:
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, self._model.dtype)
-
-    def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        # Arrays mapped from the object store are read-only; select() has copied these.
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
-
-    @torch.no_grad()
-    def _check_head(self) -> None:
-        """Refuses a model whose logits are not plainly hidden @ weightᵀ (soft caps, scales, biases)."""
-        tokens = np.arange(16, dtype=np.int64) % self.facts.vocab_size
-        row = Row([0], tokens, np.arange(16), [Segment(0, 16)], np.arange(16))
-        targets_T = self._tensor(np.roll(tokens, -1))
-        ours_T = target_logprobs(self._hidden(row), self._head, targets_T, torch.zeros(16, dtype=torch.bool))
-        logits_TV = self._forward(self._model, row).logits[0].float()
-        theirs_T = logits_TV.log_softmax(-1).gather(-1, targets_T[:, None]).squeeze(-1)
-        if not torch.allclose(ours_T, theirs_T, atol=1e-3 if self._model.dtype == torch.float32 else 0.25):
-            raise ConfigError(
-                f"{type(self._model).__name__} computes its logits in a way that training does not know (soft cap, scale or "
-                "bias). Choose another base model."
-            )
-
-
-def _load(folder: Path, dtype: str) -> transformers.PreTrainedModel:
-    transformers.utils.logging.disable_progress_bar()
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=getattr(torch, dtype), attn_implementation=attention.register()
-    )
-    return model.eval().requires_grad_(False)
-
-
-def _initialise_deepspeed(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
-    """Hands the frozen base to DeepSpeed (stage 0: every rank holds it whole)."""
-    import deepspeed
-
-    settings = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 0}}
-    engine, *_ = deepspeed.initialize(model=model, config=settings)
-    return engine.module
+    def _fit_scratch(self) -> None:
+        """One gradient buffer serves all sessions in turn: as long as the largest adapter."""
+        size = max((len(adapter.weights) for adapter in self._adapters.values()), default=0)
+        if size != len(self._scratch):
+            self._scratch = torch.zeros(size, device=self.device)

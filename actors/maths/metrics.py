@@ -28,13 +28,22 @@ MERGES: dict[str, Callable[[list[Part]], float]] = {
 }
 
 
+RATIO, RATIO_SQUARE, ESS = "ratio:mean", "ratio_square:mean", "ess:mean"
+
+
 def merge(parts: Iterable[dict[str, Part]]) -> dict[str, float]:
-    """Merges each name over all parts that have it. Raises `ValueError` on a name without a known suffix."""
+    """Merges each name over all parts that have it. Raises `ValueError` on a name without a known suffix.
+
+    The effective share of samples, (Σr)² / (n·Σr²), is no mean of its parts: it is made here, of the two means.
+    """
     by_name: dict[str, list[Part]] = {}
     for part in parts:
         for name, value in part.items():
             by_name.setdefault(name, []).append(value)
-    return {name: MERGES[_suffix(name)](values) for name, values in by_name.items()}
+    merged = {name: MERGES[_suffix(name)](values) for name, values in by_name.items()}
+    if RATIO_SQUARE in merged:
+        merged[ESS] = merged[RATIO] ** 2 / merged.pop(RATIO_SQUARE)
+    return merged
 
 
 def _suffix(name: str) -> str:

@@ -53,13 +53,58 @@ class _Family:
     num_unique: int
 
 
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One rank's part of a batch."""
+
+    rows: list[Row]
+    num_passes: int
+    """Rows of the rank that has most."""
+
+
 def plan_rows(batch: Batch, max_tokens: int) -> list[Row]:
     """Packs all datums into rows of at most `max_tokens` unique tokens; a longer datum gets a row of its own.
 
     First fit, longest first: within 22 % of the fewest rows (Johnson 1973). The same batch gives the same plan.
     """
-    families = [part for family in _families(batch) for part in _split(batch, family, max_tokens)]
-    families.sort(key=lambda family: (-family.num_unique, family.indices[0]))
+    return plan_share(batch, max_tokens, 0, 1).rows
+
+
+def plan_share(batch: Batch, max_tokens: int, world_rank: int, world_size: int) -> Share:
+    """The rows of one rank: every datum goes to one of them, and each gets about as many unique tokens, or none.
+
+    Every rank plans the whole batch in the same way, so they need not talk.
+    """
+    families = _families(batch)
+    share = -(-sum(family.num_unique for family in families) // world_size)
+    parts = [part for family in families for part in _split(batch, family, _limit(family, max_tokens, share, world_size))]
+    parts.sort(key=lambda family: (-family.num_unique, family.indices[0]))
+    ranks: list[list[_Family]] = [[] for _ in range(world_size)]
+    loads = [0] * world_size
+    for part in parts:  # the longest to the rank with least: within a third of the best (Graham 1969)
+        rank = loads.index(min(loads))
+        ranks[rank].append(part)
+        loads[rank] += part.num_unique
+    bins = [_fill(families, max_tokens) for families in ranks]
+    return Share([_row(batch, families) for families in bins[world_rank]], max(map(len, bins)))
+
+
+def empty_row() -> Row:
+    """One token that belongs to no datum."""
+    return Row([], np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64), [Segment(0, 1)], np.zeros(1, dtype=np.int64))
+
+
+def _limit(family: _Family, max_tokens: int, share: int, world_size: int) -> int:
+    """How many tokens of a family may stay together: a row's, and with several ranks about a rank's share, where each part
+    brings the shared beginning again."""
+    if world_size == 1:
+        return max_tokens
+    own = -(-(family.num_unique - family.num_shared) // world_size)
+    return min(max_tokens, max(share, family.num_shared + own))
+
+
+def _fill(families: list[_Family], max_tokens: int) -> list[list[_Family]]:
+    """Rows of families, given longest first: each goes where it first fits."""
     bins: list[list[_Family]] = []
     room: list[int] = []
     for family in families:
@@ -70,7 +115,7 @@ def plan_rows(batch: Batch, max_tokens: int) -> list[Row]:
             slot = len(bins) - 1
         bins[slot].append(family)
         room[slot] -= family.num_unique
-    return [_row(batch, families) for families in bins]
+    return bins
 
 
 def _families(batch: Batch) -> list[_Family]:
