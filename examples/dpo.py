@@ -77,8 +77,8 @@ class DPOLoss:
 
         gains = []
         for datum, logprobs_T in zip(data, logprobs, strict=True):
-            weights_T = torch.as_tensor(datum.loss_fn_inputs["weights"])
-            gains.append(((logprobs_T - torch.as_tensor(datum.loss_fn_inputs["reference"])) * weights_T).sum())
+            weights_T, reference_T = (torch.tensor(datum.loss_fn_inputs[key]) for key in ("weights", "reference"))
+            gains.append(((logprobs_T - reference_T) * weights_T).sum())
         chosen_P, rejected_P = torch.stack(gains[::2]), torch.stack(gains[1::2])
         margin_P = self.beta * (chosen_P - rejected_P)
         loss = -torch.nn.functional.logsigmoid(margin_P).sum()

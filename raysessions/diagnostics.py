@@ -11,6 +11,7 @@ import numpy as np
 
 from raysessions.batch import Batch
 from raysessions.datums import datum_for_supervised
+from raysessions.errors import ConfigError
 from raysessions.types import ForwardBackwardOutput, ModelInput, SamplingParams, as_model_input
 
 if TYPE_CHECKING:
@@ -113,6 +114,8 @@ def compare_logprobs(
 
     Right after a save they differ by arithmetic only. Warns (`NumericsWarning`) when the KL is above `KL_BOUND`.
     """
+    if not prompts:
+        raise ConfigError("compare_logprobs needs at least one prompt.")
     inputs = [as_model_input(prompt) for prompt in prompts]
     params = SamplingParams(max_tokens=max_tokens, seed=seed)
     futures = [sampling.sample(prompt, sampling_params=params) for prompt in inputs]
