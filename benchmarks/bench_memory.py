@@ -43,7 +43,7 @@ SETTINGS = [
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=24, help="of 20M parameters each")
-    parser.add_argument("--tokens", type=int, default=256, help="of one forward_backward")
+    parser.add_argument("--tokens", type=int, default=64, help="of one forward_backward")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         num_parameters = in_a_process(make_model, folder, args.layers)

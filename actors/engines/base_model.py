@@ -12,6 +12,8 @@ import torch
 import transformers
 
 from raysessions.actors.engines import attention
+from raysessions.actors.engines.host_memory import give_back_freed_memory
+from raysessions.actors.engines.partitioned_load import load_partitioned
 from raysessions.actors.maths.logprobs import target_logprobs
 from raysessions.actors.maths.rows import Row, Segment
 from raysessions.config import TrainingConfig
@@ -114,7 +116,9 @@ def load_base_model(folder: Path, config: TrainingConfig, device: torch.device) 
         raise ConfigError(
             "offload_param=True moves weights from GPU to CPU memory; here they are on CPU already. Leave it out."
         )
-    settings = _deepspeed_settings(config, config.dtype_for(folder))
+    if config.zero_stage == 3 and device.type == "cpu":
+        give_back_freed_memory()
+    settings = _deepspeed_settings(config, config.dtype_for(folder), device)
     model = BaseModel(_load(folder, config.dtype_for(folder), settings)).requires_grad_(False).eval()
     if config.zero_stage < 3:
         model.to(device)
@@ -125,9 +129,13 @@ def load_base_model(folder: Path, config: TrainingConfig, device: torch.device) 
     return model
 
 
-def _deepspeed_settings(config: TrainingConfig, dtype: str) -> dict[str, Any]:
+def _deepspeed_settings(config: TrainingConfig, dtype: str, device: torch.device) -> dict[str, Any]:
     """Stages 1 and 2 are about adapters, which DeepSpeed does not know: for the base they are stage 0."""
     zero: dict[str, Any] = {"stage": 3 if config.zero_stage == 3 else 0}
+    if config.zero_stage == 3 and device.type == "cpu":
+        # Gather what the layer at hand needs and free it at once. DeepSpeed would keep up to a billion parameters for their
+        # next use, a model of that size whole, and gather ahead, which helps only where a GPU computes meanwhile.
+        zero |= {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
     if config.offload_param:
         zero["offload_param"] = {"device": "cpu", "pin_memory": True}
     return {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": dtype == "bfloat16"}, "zero_optimization": zero}
@@ -135,15 +143,10 @@ def _deepspeed_settings(config: TrainingConfig, dtype: str) -> dict[str, Any]:
 
 def _load(folder: Path, dtype: str, settings: dict[str, Any]) -> transformers.PreTrainedModel:
     transformers.utils.logging.disable_progress_bar()
-    # While this object lives, transformers hands each weight to DeepSpeed to partition as it is read.
-    partitioning = (
-        transformers.integrations.HfDeepSpeedConfig(settings) if settings["zero_optimization"]["stage"] == 3 else None
-    )
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=getattr(torch, dtype), attn_implementation=attention.register()
-    )
-    del partitioning
-    return model
+    arguments = {"dtype": getattr(torch, dtype), "attn_implementation": attention.register()}
+    if settings["zero_optimization"]["stage"] == 3:
+        return load_partitioned(folder, settings, **arguments)
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, **arguments)
 
 
 def _checkpoint_layers(causal_lm: transformers.PreTrainedModel) -> None:
