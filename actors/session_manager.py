@@ -60,9 +60,12 @@ class SessionManager:
         self._sessions: dict[str, _Session] = {}
         self._hosts: dict[str, _Shared] = {}
         self._pools: dict[str, _Shared] = {}
+        self._is_leaving = False
 
     async def connect(self, driver_id: str, anchor: Any) -> None:
         """A driver says that it is there, with an anchor to watch."""
+        if self._is_leaving:
+            await asyncio.Event().wait()  # the process is about to end, and the driver then meets the next one
         self._drivers[driver_id] = asyncio.create_task(self._watch(driver_id, anchor))
 
     async def disconnect(self, driver_id: str) -> None:
@@ -127,9 +130,14 @@ class SessionManager:
         )
 
     async def leave(self) -> None:
-        """Ends this process, if no driver has come meanwhile."""
+        """Ends this process, if no driver has come meanwhile.
+
+        By force: a polite exit waits until nobody holds a handle that came from here, and a driver may keep its stopped
+        clients for as long as it likes. Until then nobody could connect.
+        """
         if not self._drivers:
-            ray.actor.exit_actor()
+            self._is_leaving = True
+            ray.kill(ray.get_runtime_context().current_actor)
 
     async def _watch(self, driver_id: str, anchor: Any) -> None:
         try:

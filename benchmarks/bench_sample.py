@@ -143,9 +143,10 @@ def _write_adapter() -> str:
     """A random adapter of rank 16 on every linear layer, as a PEFT folder. Made in the engine that sessions use."""
     from raysessions.actors.engines.adapter_files import AdapterFiles
     from raysessions.actors.engines.deepspeed import DeepSpeedEngine
+    from raysessions.actors.protocol import Seat
     from raysessions.config import LoraConfig
 
-    engine = DeepSpeedEngine(local_folder(BASE_MODEL), rs.TrainingConfig(), master_port=29555)
+    engine = DeepSpeedEngine(local_folder(BASE_MODEL), rs.TrainingConfig(), Seat(0, 1, 0, 1, "127.0.0.1", 29555))
     engine.add_session("bench", LoraConfig(rank=16, alpha=32, seed=0))
     return str(AdapterFiles().write(1, engine.export_adapter("bench")))
 

@@ -2,6 +2,9 @@
 
 (a) 8 sequences of 256 tokens. (b) 32 sequences of 16 to 512 tokens, log-uniform, which the bare loop pads in batches of 8,
 in the order given and sorted by length. Only real tokens count. Random tokens: no prompt is shared.
+
+(c) 8 sequences of 64 tokens on one and two ranks, which share the machine's cores, with ZeRO stages 0 to 3 and with activation
+checkpointing, against one rank of stage 0.
 """
 
 from __future__ import annotations
@@ -21,6 +24,17 @@ from raysessions.models import local_folder
 LORA = {"rank": 16, "alpha": 32}
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 REPEATS = 3
+
+SCALING: dict[str, dict[str, Any]] = {
+    f"{workers} rank{'s' * (workers > 1)}, stage {stage}{', checkpointing' * checkpointing}": {
+        "num_workers": workers,
+        "zero_stage": stage,
+        "gradient_checkpointing": checkpointing,
+    }
+    for workers in (1, 2)
+    for stage in (0, 1, 2, 3)
+    for checkpointing in ((False, True) if stage in (0, 3) else (False,))
+}
 
 Sequences = list[list[int]]
 
@@ -49,22 +63,44 @@ def main() -> None:
             },
             REPEATS,
         )
-    report_times(times, _num_tokens(equal), _num_tokens(mixed))
+    scaling = measure_scaling(base_model, threads)
+    report_times(times, _num_tokens(equal), _num_tokens(mixed), scaling)
 
 
-def report_times(times: dict[str, list[float]], equal_tokens: int, mixed_tokens: int) -> None:
+def measure_scaling(base_model: str, threads: int) -> dict[str, list[float]]:
+    """Tokens per second of each repeat, by setting; each setting has a base model of its own, one after the other."""
+    short = _random_sequences(np.random.default_rng(1), [64] * 8)
+    speed = {}
+    with rs.ServiceClient() as service:
+        for name, settings in SCALING.items():
+            workers = settings.get("num_workers", 1)
+            options = {"num_threads": max(1, threads // workers), "actor_options": {"num_cpus": 0}}
+            config = rs.TrainingConfig(**options, **settings)
+            with service.create_lora_training_client(base_model, seed=0, training=config, **LORA) as training:
+                times = interleaved({name: _step(training, short)}, REPEATS)[name]
+            speed[name] = [_num_tokens(short) / seconds for seconds in times]
+            print(f"train: {name}: {np.median(speed[name]):.0f} tokens/s", flush=True)
+    return speed
+
+
+def report_times(times: dict[str, list[float]], equal_tokens: int, mixed_tokens: int, scaling: dict[str, list[float]]) -> None:
     speed = {
         name: [(equal_tokens if name.startswith("equal") else mixed_tokens) / seconds for seconds in values]
         for name, values in times.items()
     }
-    median = {name: float(np.median(values)) for name, values in speed.items()}
+    median = {name: float(np.median(values)) for name, values in (speed | scaling).items()}
+    one = median["1 rank, stage 0"]
     report(
         "train",
-        {f"{name}_tokens_per_s": summary(values) for name, values in speed.items()},
+        {f"{name}_tokens_per_s": summary(values) for name, values in (speed | scaling).items()},
         {
             "equal lengths, over bare PEFT": (median["equal_raysessions"] / median["equal_bare"], 0.95),
             "mixed lengths, over padded in given order": (median["mixed_raysessions"] / median["mixed_bare_given_order"], 2.0),
             "mixed lengths, over padded and sorted": (median["mixed_raysessions"] / median["mixed_bare_sorted"], 1.2),
+            "two ranks of stage 0 over one, same cores": (median["2 ranks, stage 0"] / one, 0.8),
+            "two ranks of stage 2 over one of stage 0": (median["2 ranks, stage 2"] / one, 0.75),
+            "two ranks of stage 3 over one of stage 0": (median["2 ranks, stage 3"] / one, 0.1),
+            "checkpointing over none, one rank": (median["1 rank, stage 0, checkpointing"] / one, 0.65),
         },
     )
 
