@@ -49,10 +49,10 @@ async def place_engine_actors(cls: type[T], *args: Any, config: ActorConfig, cou
     options = {"num_cpus": 1, "num_gpus": _default_gpus(), **config.actor_options}
     if is_async:
         options["max_concurrency"] = MAX_CALLS
-    together = _bundle(options) if count > 1 and "scheduling_strategy" not in options else {}
-    group = placement_group([together] * count, strategy="PACK") if together else None
+    group = _reserve(options, count) if count > 1 and "scheduling_strategy" not in options else None
     if group is not None:
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group)
+        options.pop("label_selector", None)  # its bundles have it
     placed = Placed([ray.remote(cls).options(**options).remote(*args) for _ in range(count)], group)
     try:
         await asyncio.wait_for(asyncio.gather(*map(_ping, placed.actors)), config.placement_timeout_s)
@@ -70,12 +70,17 @@ async def place_engine_actors(cls: type[T], *args: Any, config: ActorConfig, cou
     return placed
 
 
-def _bundle(options: dict[str, Any]) -> dict[str, float]:
-    """The resources of one actor as a placement group wants them; empty if it asks for none."""
-    asked = {"CPU": options["num_cpus"], "GPU": options["num_gpus"], **options.get("resources", {})}
-    if memory := options.get("memory"):
-        asked["memory"] = memory
-    return {name: amount for name, amount in asked.items() if amount}
+def _reserve(options: dict[str, Any], count: int) -> PlacementGroup | None:
+    """A place for each of `count` actors; None if they ask for no resources."""
+    bundle = {"CPU": options["num_cpus"], "GPU": options["num_gpus"], **options.get("resources", {})}
+    bundle["memory"] = options.get("memory") or 0
+    if accelerator := options.get("accelerator_type"):
+        bundle[f"accelerator_type:{accelerator}"] = 0.001  # what Ray asks for in its name
+    bundle = {name: amount for name, amount in bundle.items() if amount}
+    if not bundle:
+        return None
+    selector = options.get("label_selector")
+    return placement_group([bundle] * count, strategy="PACK", bundle_label_selector=[selector] * count if selector else None)
 
 
 async def _ping(actor: Any) -> None:

@@ -1,13 +1,15 @@
 """Sampled tokens per second: 64 requests of 64 tokens, each to a prompt of 36 random tokens.
 
-SamplingClient and a bare AsyncLLM with the same arguments take turns, both engines alive; then, one after the other,
-SamplingClient with an adapter, vLLM's defaults on this CPU, and stock LoRA with the same binding.
+Engines that are compared live at the same time, each in a process of its own, and take turns, so that a slow minute of the
+machine hits all alike: SamplingClient, a bare AsyncLLM with the same arguments, and vLLM's defaults on this CPU; then
+SamplingClient with an adapter, and stock LoRA with the same binding.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import functools
 import itertools
 import json
@@ -15,7 +17,7 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,19 +28,24 @@ from raysessions.models import local_folder
 
 BASE_MODEL = "smollm2-135m-instruct"
 REQUESTS, NEW_TOKENS, PROMPT_TOKENS = 64, 64, 36
-REPEATS = 5
 SAMPLING = rs.SamplingConfig().for_rank(16)
-ENGINES = ("client_and_bare", "client_adapter", "defaults", "stock_adapter")
+COMPARED = {("client", "bare", "defaults"): 5, ("client_adapter", "stock_adapter"): 2}
+"""Engines that take turns, and how often."""
+ENGINES = [engine for engines in COMPARED for engine in engines]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engine", choices=ENGINES, help="measure this one only and print JSON")
+    parser.add_argument(
+        "--engine", choices=ENGINES, help="load this one, then measure and print its speed for each line of input"
+    )
     engine = parser.parse_args().engine
     if engine:
-        print(json.dumps(measure(engine)))
+        serve(engine)
         return
-    speed = {name: values for engine in ENGINES for name, values in _in_a_process(engine).items()}
+    speed: dict[str, list[float]] = {}
+    for engines, repeats in COMPARED.items():
+        speed |= take_turns(engines, repeats)
     median = {name: float(np.median(values)) for name, values in speed.items()}
     report(
         "sample",
@@ -51,42 +58,73 @@ def main() -> None:
     )
 
 
-def measure(engine: str) -> dict[str, list[float]]:
-    """Tokens per second of each repeat, by engine."""
-    if engine == "client_and_bare":
-        return asyncio.run(_measure_client_and_bare())
-    if engine == "client_adapter":
-        return {engine: _measure_adapter()}
-    return {engine: asyncio.run(_measure_vllm(engine))}
+def take_turns(engines: Sequence[str], repeats: int) -> dict[str, list[float]]:
+    """Tokens per second of each repeat, after one to warm up."""
+    speeds: dict[str, list[float]] = {engine: [] for engine in engines}
+    with contextlib.ExitStack() as stack:
+        processes = {engine: stack.enter_context(_process(engine)) for engine in engines}
+        for _ in range(repeats + 1):
+            for engine, process in processes.items():
+                process.stdin.write("measure\n")
+                process.stdin.flush()
+                speeds[engine].append(_answer(process))
+                print(f"sample: {engine}: {speeds[engine][-1]:.0f} tokens/s", flush=True)
+    return {engine: values[1:] for engine, values in speeds.items()}
 
 
-def _measure_adapter() -> list[float]:
-    with (
-        rs.ServiceClient(sampling=SAMPLING) as service,
-        service.create_lora_training_client(BASE_MODEL, rank=16, seed=0) as training,
-    ):
+@contextlib.contextmanager
+def _process(engine: str) -> Iterator[Any]:
+    """A process with one engine, loaded."""
+    command = [sys.executable, __file__, "--engine", engine]
+    environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+    try:
+        _answer(process)
+        yield process
+    finally:
+        process.stdin.close()  # type: ignore[union-attr]
+        process.wait()
+
+
+def _answer(process: Any) -> float:
+    """What the process prints next of ours: vLLM prints too."""
+    for line in process.stdout:
+        if line.startswith(ANSWER):
+            return json.loads(line.removeprefix(ANSWER))
+    raise SystemExit("sample: an engine ended before it answered; its error stands above.")
+
+
+ANSWER = "tokens/s: "
+
+
+def serve(engine: str) -> None:
+    """Loads the engine, says so, and measures once for each line of input."""
+    with contextlib.ExitStack() as stack:
+        speed = (_client if engine.startswith("client") else _vllm)(engine, stack)
+        print(f"{ANSWER}0", flush=True)
+        for _ in sys.stdin:
+            print(f"{ANSWER}{speed()}", flush=True)
+
+
+def _client(engine: str, stack: contextlib.ExitStack) -> Callable[[], float]:
+    service = stack.enter_context(rs.ServiceClient(sampling=SAMPLING))
+    if engine == "client":
+        sampler = service.create_sampling_client(base_model=BASE_MODEL)
+    else:
+        training = stack.enter_context(service.create_lora_training_client(BASE_MODEL, rank=16, seed=0))
         sampler = training.save_weights_and_get_sampling_client("start")
-        return [_client_speed(sampler) for _ in range(REPEATS + 1)][1:]
+    return lambda: _client_speed(sampler)
 
 
-async def _measure_client_and_bare() -> dict[str, list[float]]:
-    bare = _start_vllm("bare")
-    with rs.ServiceClient(sampling=SAMPLING) as service:
-        sampler = await asyncio.to_thread(service.create_sampling_client, base_model=BASE_MODEL)
-        speeds: dict[str, list[float]] = {"client": [], "bare": []}
-        for _ in range(REPEATS + 1):
-            speeds["client"].append(await asyncio.to_thread(_client_speed, sampler))
-            speeds["bare"].append(await _vllm_speed(bare))
-    bare.shutdown()
-    return {name: values[1:] for name, values in speeds.items()}
+def _vllm(engine: str, stack: contextlib.ExitStack) -> Callable[[], float]:
+    loop = asyncio.new_event_loop()
 
+    async def start() -> Any:
+        return _start_vllm(engine)
 
-async def _measure_vllm(engine: str) -> list[float]:
-    llm = _start_vllm(engine)
-    repeats = 2 if engine == "stock_adapter" else REPEATS  # a minute each
-    speeds = [await _vllm_speed(llm, with_adapter=engine == "stock_adapter") for _ in range(repeats + 1)]
-    llm.shutdown()
-    return speeds[1:]
+    llm = loop.run_until_complete(start())
+    stack.callback(llm.shutdown)
+    return lambda: loop.run_until_complete(_vllm_speed(llm, with_adapter=engine == "stock_adapter"))
 
 
 def _client_speed(sampler: rs.SamplingClient) -> float:
@@ -158,18 +196,6 @@ _rng = np.random.default_rng(0)
 def _prompts() -> list[list[int]]:
     """New ones at every call, so that no prefix is cached."""
     return _rng.integers(3, 49_000, (REQUESTS, PROMPT_TOKENS)).tolist()
-
-
-def _in_a_process(engine: str) -> dict[str, list[float]]:
-    command = [sys.executable, str(Path(__file__)), "--engine", engine]
-    environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    if done.returncode:
-        sys.exit(f"{engine}: {done.stderr[-3000:]}")
-    speeds = json.loads(done.stdout.strip().splitlines()[-1])
-    for name, values in speeds.items():
-        print(f"sample: {name}: {np.median(values):.0f} tokens/s", flush=True)
-    return speeds
 
 
 if __name__ == "__main__":

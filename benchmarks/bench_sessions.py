@@ -1,8 +1,8 @@
 """Sessions on one loaded base model: 1, 2, 4 and 8 of them, each by turns stepping and pausing as long as a step takes alone,
 as a loop with a reward function does.
 
-Total tokens per second against one session alone, and against as many sessions with a base model each; what each added session
-adds to the rank's resident memory against its adapter's state, 16 bytes a parameter.
+Total tokens per second against one session alone, and against as many sessions with a base model each, which share the cores;
+what each added session adds to the rank's resident memory against its adapter's state, 16 bytes a parameter.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def main() -> None:
                 pause = float(np.median([_seconds(lambda: step(sessions[0])) for _ in range(5)]))
             results[f"shared_{count}"] = measure(sessions, pause, args.seconds)
         state_bytes = 16 * sessions[0].get_info().num_trainable_parameters
-    with rs.ServiceClient(training=config) as service, ExitStack() as stack:
+    share = config.model_copy(update={"num_threads": max(1, config.num_threads // args.separate)})
+    with rs.ServiceClient(training=share) as service, ExitStack() as stack:
         alone = [
             stack.enter_context(service.create_lora_training_client(args.base_model, rank=RANK, seed=0, share=False))
             for _ in range(args.separate)

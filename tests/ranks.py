@@ -43,7 +43,30 @@ def make_engine(seat: Seat, model: Path, **config: Any):  # type: ignore[no-unty
 
 def every_stage(seat: Seat, model: Path) -> dict[int, dict[str, Any]]:
     """What the conformance lines ask about, for each ZeRO stage."""
-    return {stage: measure(make_engine(seat, model, zero_stage=stage, max_tokens_per_micro_batch=200)) for stage in STAGES}
+    measured = {}
+    for stage in STAGES:
+        settings = {"zero_stage": stage, "max_tokens_per_micro_batch": 200}
+        measured[stage] = measure(make_engine(seat, model, **settings))
+        measured[stage] |= checkpoint(make_engine(seat, model, gradient_checkpointing=True, **settings))
+    return measured
+
+
+def checkpoint(engine: Any) -> dict[str, Any]:
+    """With activation checkpointing: the least of the B's largest gradients at first, and a gradient to compare."""
+    data = supervised((5, 120, 1)) + supervised((300, 33, 64), seed=1)
+    engine.add_session("s", LoraConfig(rank=8, alpha=16, seed=3))
+    first = gradient(engine, "s", data)
+    least = min(first[begin:end].abs().max().item() for name, begin, end in spans(engine, "s") if "lora_B" in name)
+    randomise(engine, "s")
+    return {"checkpointed": gradient(engine, "s", data), "least B": least}
+
+
+def spans(engine: Any, session_id: str) -> list[tuple[str, int, int]]:
+    """Name, begin and end of each parameter in an adapter's flat buffers."""
+    found, end = [], 0
+    for name, parameter in engine._adapters[session_id]._parameters:
+        found.append((name, end, end := end + parameter.numel()))
+    return found
 
 
 def measure(engine: Any) -> dict[str, Any]:

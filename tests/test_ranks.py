@@ -1,5 +1,5 @@
 """Every ZeRO stage on one and on two ranks against one rank of stage 0, which is itself compared with transformers in
-test_training_arithmetic.py. Conformance A1, A2, A6, A10, B1."""
+test_training_arithmetic.py. Conformance A1, A2, A6, A9, A10, B1."""
 
 from __future__ import annotations
 
@@ -56,6 +56,13 @@ def test_every_stage_and_world_size_takes_the_same_optimizer_steps(measured, ref
         assert _close(rank["steps"]["weights"], reference["steps"]["weights"])
         assert rank["steps"]["norms"] == pytest.approx(reference["steps"]["norms"], rel=1e-5)
         assert torch.equal(rank["steps"]["weights"], measured[world_size, stage][0]["steps"]["weights"])
+
+
+@pytest.mark.parametrize(("world_size", "stage"), CASES)
+def test_activation_checkpointing_changes_no_gradient_and_every_b_learns(measured, reference, world_size, stage):
+    for rank in measured[world_size, stage]:
+        assert rank["least B"] > 0
+        assert _close(rank["checkpointed"], reference["together"])
 
 
 @pytest.mark.parametrize(("world_size", "stage"), CASES)

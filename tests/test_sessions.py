@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 
@@ -18,8 +20,8 @@ from raysessions.config import LoraConfig
 DATA = supervised((6, 9, 40, 3))
 
 
-def _training_actors() -> int:
-    return sum(process.name().startswith("ray::TrainingA") for process in psutil.process_iter())
+def _training_pids() -> set[int]:
+    return {process.pid for process in psutil.process_iter() if process.name().startswith("ray::TrainingA")}
 
 
 def _logprobs(training: rs.TrainingClient) -> list[list[float]]:
@@ -27,24 +29,24 @@ def _logprobs(training: rs.TrainingClient) -> list[list[float]]:
 
 
 def test_get_info_says_who_shares_the_base(service, resident, tiny_model):
-    before = _training_actors()
+    before = len(_training_pids())
     with service.create_lora_training_client(str(tiny_model), name="one") as one:
         with service.create_lora_training_client(str(tiny_model), name="two", rank=2) as two:
             assert one.get_info().sharing == ("resident", "two")
             assert two.get_info().sharing == ("one", "resident")
-            assert _training_actors() == before
+            assert len(_training_pids()) == before
         assert one.get_info().sharing == ("resident",)
 
 
 def test_a_session_that_does_not_share_has_a_base_of_its_own(service, resident, tiny_model):
-    before = _training_actors()
+    before = len(_training_pids())
     config = rs.TrainingConfig(num_threads=1, actor_options={"num_cpus": 0})
     with (
         service.create_lora_training_client(str(tiny_model), training=config, share=False) as one,
         service.create_lora_training_client(str(tiny_model), training=config, share=False) as two,
     ):
         assert one.get_info().sharing == two.get_info().sharing == ()
-        assert _training_actors() == before + 2
+        assert len(_training_pids()) == before + 2
         assert _logprobs(one) == _logprobs(two)
 
 
@@ -218,6 +220,38 @@ def test_two_ranks_publish_to_the_sampler(two_ranks):
     assert comparison.num_tokens >= 2
 
 
+def test_a_killed_rank_of_two_fails_the_calls_and_ends_the_other(service, resident, tiny_model):
+    before = _training_pids()
+    config = rs.TrainingConfig(num_workers=2, zero_stage=3, num_threads=1, actor_options={"num_cpus": 0})
+    with service.create_lora_training_client(str(tiny_model), training=config, share=False) as training:
+        futures = [training.forward_backward(supervised((400, 300))) for _ in range(100)]
+        futures[0].result()
+        one, _ = _training_pids() - before
+        os.kill(one, signal.SIGKILL)
+        with pytest.raises(rs.TrainingGroupError, match="A training rank died"):
+            futures[-1].result(timeout=60)
+        _wait_for(lambda: _training_pids() == before)
+
+
+def _wait_for(condition, timeout_s: float = 30) -> None:
+    deadline = time.perf_counter() + timeout_s
+    while not condition():
+        assert time.perf_counter() < deadline
+        time.sleep(0.1)
+
+
+def test_ranks_are_placed_where_their_labels_say(service, resident, tiny_model):
+    node = ray.nodes()[0]["Labels"]["ray.io/node-id"]
+    options = {"num_cpus": 0, "memory": 50 * 2**20}
+    here = rs.TrainingConfig(num_workers=2, actor_options={**options, "label_selector": {"ray.io/node-id": node}})
+    with service.create_lora_training_client(str(tiny_model), training=here) as training:
+        assert training.forward_backward(DATA).result().loss_fn_outputs
+    nowhere = {**options, "label_selector": {"ray.io/node-id": "elsewhere"}}
+    config = rs.TrainingConfig(num_workers=2, actor_options=nowhere, placement_timeout_s=2)
+    with pytest.raises(rs.PlacementError, match="No room for 2 TrainingActors within 2 s"):
+        service.create_lora_training_client(str(tiny_model), training=config)
+
+
 def test_ranks_that_ask_for_resources_are_placed_together_and_give_them_back(service, resident, tiny_model):
     free = ray.available_resources().get("memory", 0)
     asked = 100 * 2**20
@@ -226,7 +260,4 @@ def test_ranks_that_ask_for_resources_are_placed_together_and_give_them_back(ser
     with service.create_lora_training_client(str(tiny_model), training=config) as training:
         assert ray.available_resources()["memory"] == pytest.approx(free - 2 * asked)
         assert training.forward_backward(DATA).result().loss_fn_outputs
-    deadline = time.perf_counter() + 20
-    while ray.available_resources().get("memory", 0) < free and time.perf_counter() < deadline:
-        time.sleep(0.1)
-    assert ray.available_resources()["memory"] == pytest.approx(free)
+    _wait_for(lambda: ray.available_resources()["memory"] == pytest.approx(free))

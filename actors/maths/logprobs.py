@@ -91,6 +91,8 @@ class _Logits:
     def of(self, begin: int, end: int) -> torch.Tensor:
         """Valid until the next call, and may be written to."""
         hidden_TH = self._hidden_TH[begin:end]
-        if self._buffer_TV is None:
-            return torch.mm(hidden_TH, self._weight_HV, out_dtype=torch.float32)
-        return torch.mm(hidden_TH, self._weight_HV, out=self._buffer_TV[: len(hidden_TH)])
+        if self._buffer_TV is not None:
+            return torch.mm(hidden_TH, self._weight_HV, out=self._buffer_TV[: len(hidden_TH)])
+        if hidden_TH.dtype == torch.float32:
+            return torch.mm(hidden_TH, self._weight_HV)
+        return torch.mm(hidden_TH, self._weight_HV, out_dtype=torch.float32)
