@@ -146,6 +146,7 @@ def _start_vllm(engine: str) -> Any:
     if engine != "bare":
         os.environ["VLLM_PLUGINS"] = "none"
         arguments.pop("worker_extension_cls")
+        arguments.pop("ir_op_priority")
     if engine == "defaults":
         os.environ.pop("VLLM_CPU_OMP_THREADS_BIND")
         arguments = {key: arguments[key] for key in ("model", "dtype", "kv_cache_memory_bytes")}

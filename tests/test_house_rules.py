@@ -26,7 +26,9 @@ HOSTING = sorted(ACTORS.glob("*.py"))
 ENGINES = sorted((ACTORS / "engines").rglob("*.py"))
 MATHS = sorted((ACTORS / "maths").rglob("*.py"))
 SOURCES = WORDS + CLIENTS + COOKBOOK + HOSTING + ENGINES + MATHS
-VLLM_FILES = [ACTORS / "engines" / f"{name}.py" for name in ("vllm", "vllm_plugin", "vllm_worker", "grouped_lora")]
+VLLM_FILES = [
+    ACTORS / "engines" / f"{name}.py" for name in ("vllm", "vllm_plugin", "vllm_worker", "grouped_lora", "cpu_kernels")
+]
 
 FRAMEWORKS = ("torch", "vllm", "deepspeed", "peft")
 

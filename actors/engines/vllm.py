@@ -13,6 +13,7 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from raysessions.actors.engines import cpu_kernels, vllm_plugin
 from raysessions.actors.engines.adapter_files import AdapterFiles
 from raysessions.actors.protocol import AdapterWeights, ModelFacts
 from raysessions.config import SamplingConfig
@@ -125,6 +126,8 @@ def engine_arguments(folder: Path, config: SamplingConfig) -> dict[str, Any]:
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(2048, config.max_model_len or context_length(folder)),
         }
+        if vllm_plugin.is_installed():
+            arguments["ir_op_priority"] = cpu_kernels.IR_OP_PRIORITY
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = _cores(config.num_threads)
     elif config.gpu_memory_utilization is not None:
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization

@@ -6,16 +6,24 @@ Loaded by vLLM itself as a `vllm.general_plugins` entry point, and by `vllm_work
 
 from __future__ import annotations
 
+from importlib.metadata import entry_points
+
 from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 from vllm.platforms import current_platform
 
-from raysessions.actors.engines import grouped_lora
+from raysessions.actors.engines import cpu_kernels, grouped_lora
+
+
+def is_installed() -> bool:
+    """Whether vLLM's processes find this plugin by themselves, before they read their arguments."""
+    return any(entry.name == "raysessions" for entry in entry_points(group="vllm.general_plugins"))
 
 
 def register() -> None:
     """Does nothing on other platforms. Safe to call again."""
     if current_platform.is_cpu():
         grouped_lora.register()
+        cpu_kernels.register()
         _wait_without_spinning()
 
 
