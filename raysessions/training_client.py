@@ -79,9 +79,8 @@ class TrainingClient:
         gradient. Operations called later wait for both. An error in `loss_fn` is the future's, and nothing is applied.
         """
         self._check_running()
-        bare = targets_only(data)
-        forward = self._loss_op(bare, "cross_entropy", None, backward=False)
-        batch = self._pack(bare, get_loss("cross_entropy"))
+        batch = self._pack(targets_only(data), get_loss("cross_entropy"))
+        forward = loss_op(batch, Loss("cross_entropy"), backward=False)
         with self._lock:
             first = self._send(self._last_seq + 1, forward)
             seq_id = self._last_seq + 1

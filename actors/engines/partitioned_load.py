@@ -7,7 +7,6 @@ the weight at hand.
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +53,7 @@ def _files(folder: Path) -> dict[str, Path]:
 
 def _have_same_names(model: transformers.PreTrainedModel, files: dict[str, Path]) -> bool:
     """Tied weights have one name in the model and may have several in the file."""
-    aliases: dict[int, set[str]] = defaultdict(set)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        aliases[id(parameter)].add(name)
-    known = set().union(*aliases.values())
+    known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     persistent = {name for name, _ in model.named_buffers()} & set(model.state_dict())
     return not persistent and set(files) <= known and all(name in files for name, _ in model.named_parameters())
 
