@@ -10,13 +10,17 @@ import numpy as np
 from raysessions.actors.maths.metrics import Part
 from raysessions.batch import Batch
 from raysessions.config import LoraConfig
-from raysessions.errors import TrainingGroupError
+from raysessions.errors import SamplingPoolError, TrainingGroupError
 from raysessions.operations import Loss, SampleRequest
 from raysessions.types import AdamParams, SampleResponse
 
 
 class PeerFailedError(TrainingGroupError):
     """This rank did its part, another did not; the other's error is the one to tell."""
+
+
+class ReplicaFailedError(SamplingPoolError):
+    """This replica has ended or is stuck; another can answer instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,40 @@ class Seat:
     master_addr: str
     """Of rank 0's node."""
     master_port: int
+
+
+@dataclass(frozen=True, slots=True)
+class CoreShare:
+    """A replica's part of its node's CPU cores."""
+
+    index: int
+    count: int
+    """Replicas that share the node."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaStatus:
+    """What a sampler replica is doing."""
+
+    node_id: str
+    num_sequences: int
+    """Asked of it and not answered."""
+    outstanding_tokens: int
+    """Of these, prompts included, at most."""
+    adapter_ids: list[int]
+    """Loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStatus:
+    """What a sampling pool is doing."""
+
+    num_queued: int
+    """Requests that wait for a replica."""
+    num_versions: int
+    """Live."""
+    replicas: list[ReplicaStatus]
+    """Those that take requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +156,13 @@ class SamplingEngine(Protocol):
 
     async def remove_adapter(self, adapter_id: int) -> None: ...
 
-    async def sample(self, request: SampleRequest, adapter_id: int | None) -> SampleResponse: ...
+    async def sample(self, request: SampleRequest, adapter_id: int | None) -> SampleResponse:
+        """Cancelling it ends the generation. Raises `ReplicaFailedError` once the engine is dead."""
+
+    async def check_health(self, timeout_s: float) -> None:
+        """Raises `ReplicaFailedError` when the engine is dead, or neither answers nor computes for `timeout_s`."""
+
+    def num_unfinished(self) -> int:
+        """Requests that the engine has."""
 
     def shutdown(self) -> None: ...

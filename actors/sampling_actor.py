@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import ray
 
-from raysessions.actors.protocol import ModelFacts
+from raysessions.actors.protocol import CoreShare, ModelFacts
 from raysessions.config import SamplingConfig
 from raysessions.models import local_folder
 from raysessions.operations import SampleRequest
@@ -22,14 +22,19 @@ class SamplingActor:
 
     _engine: SamplingEngine
 
-    def __init__(self, base_model: str, config: SamplingConfig) -> None:
+    def __init__(self, base_model: str, config: SamplingConfig, merged: tuple[ray.ObjectRef] | None) -> None:
+        """`merged`: the weights of the one adapter that the engine serves, added to the base model's."""
         self._base_model = base_model
         self._config = config
+        self._merged = merged
 
     async def ping(self) -> None:
         """Answers once the process has a place."""
 
-    async def load(self) -> ModelFacts:
+    async def node_id(self) -> str:
+        return ray.get_runtime_context().get_node_id()
+
+    async def load(self, share: CoreShare) -> ModelFacts:
         # Ray sets it to the actor's num_cpus; vLLM gives its worker the cores that the engine binds, and its other
         # processes one thread each, only where it is not set.
         os.environ.pop("OMP_NUM_THREADS", None)
@@ -38,7 +43,8 @@ class SamplingActor:
         os.environ["VLLM_NO_USAGE_STATS"] = "1"
         from raysessions.actors.engines.vllm import VllmEngine
 
-        self._engine = VllmEngine(folder, self._config)
+        merged = None if self._merged is None else await self._merged[0]
+        self._engine = VllmEngine(folder, self._config, share, merged)
         return self._engine.facts
 
     async def add_adapter(self, adapter_id: int, name: str, weights: tuple[ray.ObjectRef]) -> int:
@@ -49,6 +55,12 @@ class SamplingActor:
 
     async def sample(self, request: SampleRequest, adapter_id: int | None) -> SampleResponse:
         return await self._engine.sample(request, adapter_id)
+
+    async def check_health(self, timeout_s: float) -> None:
+        await self._engine.check_health(timeout_s)
+
+    async def num_unfinished(self) -> int:
+        return self._engine.num_unfinished()
 
     async def shutdown(self) -> None:
         """Ends the engine's own processes."""

@@ -3,162 +3,229 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import itertools
-from dataclasses import dataclass
-from typing import Any
 
 import ray
 
-from raysessions.actors.answer import answer
-from raysessions.actors.placement import place_engine_actors
-from raysessions.actors.protocol import ModelFacts
-from raysessions.actors.sampling_actor import SamplingActor
+from raysessions.actors.leases import is_held, new_lease
+from raysessions.actors.protocol import AdapterWeights, ModelFacts, PoolStatus, ReplicaFailedError
+from raysessions.actors.sampling_queue import RequestQueue, Ticket
+from raysessions.actors.sampling_replica import Replica
+from raysessions.actors.sampling_replicas import ReplicaSet
+from raysessions.actors.sampling_router import blocks_of, choose
+from raysessions.actors.sampling_versions import Version, Versions
 from raysessions.config import SamplingConfig
-from raysessions.errors import SamplerExpiredError, SamplingPoolError
+from raysessions.errors import RequestTimeoutError, SamplingPoolError
 from raysessions.models import local_folder, tokenizer_files
 from raysessions.operations import SampleRequest
 from raysessions.types import SampleResponse, SamplingParams
 from raysessions.uris import VersionUri
 
-SHUTDOWN_S = 10.0
-"""How long a replica may take to end its engine before it is killed."""
-
-
-@dataclass(slots=True)
-class _Version:
-    """A live version. Its number in vLLM and its name are never used for other weights: vLLM caches prefixes by name."""
-
-    uri: VersionUri
-    adapter_id: int
-    in_flight: int = 0
-    retired: bool = False
+TURN_S = 0.5
+"""How long a version may wait for a slot in the engines' batches before another has to let its requests run out."""
+MAX_ATTEMPTS = 3
+"""Replicas that may fail under one request before it is held to be the cause."""
 
 
 class SamplingPool:
     """An async actor. A version is visible when every replica has bound it whole, and then never changes."""
 
-    _facts: ModelFacts
-
-    def __init__(self, base_model: str, config: SamplingConfig) -> None:
+    def __init__(
+        self, base_model: str, config: SamplingConfig, merged: tuple[VersionUri, AdapterWeights] | None = None
+    ) -> None:
+        """`merged`: a version to serve merged into the base model; the pool then answers from that alone."""
         self._base_model = base_model
         self._config = config
-        self._replicas: list[Any] = []
-        self._versions: dict[VersionUri, _Version] = {}
-        self._adapter_ids = itertools.count(1)
+        self._merged_uri = None if merged is None else merged[0]
+        self._versions = Versions(config.max_live_versions, is_held)
+        self._queue: RequestQueue[Replica] = RequestQueue(config.max_queued_requests)
+        self._replicas = ReplicaSet(
+            base_model,
+            config,
+            None if merged is None else (ray.put(merged[1]),),
+            prepare=self._bind_live,
+            changed=self._dispatch,
+            ruined=self._fail,
+        )
         self._starting: asyncio.Task[None] | None = None
-        self._phase = "placing"
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def phase(self) -> str:
         """ "placing", "loading" or "ready"."""
-        return self._phase
+        if self._replicas.serving:
+            return "ready"
+        return "loading" if self._replicas.is_placed else "placing"
 
     async def start(self) -> ModelFacts:
         """Places and loads the replicas at the first call; later calls wait for the same start."""
         if self._starting is None or (self._starting.done() and self._starting.exception() is not None):
-            self._phase = "placing"
             self._starting = asyncio.create_task(self._start())
         await asyncio.shield(self._starting)
-        return self._facts
+        return self._replicas.facts
+
+    async def scale(self, num_replicas: int) -> None:
+        """Returns when so many replicas serve, each with every live version."""
+        await self.start()
+        await self._replicas.scale(num_replicas)
 
     async def publish(self, uri: VersionUri, weights: tuple[ray.ObjectRef], num_modules: int) -> None:
-        """Makes `uri` live on every replica, or on none. Retires the session's oldest beyond max_live_versions."""
+        """Makes `uri` live on every replica, or on none. Retires what is too old."""
         await self.start()
-        version = _Version(uri, next(self._adapter_ids))
-        calls = [replica.add_adapter.remote(version.adapter_id, str(uri), weights) for replica in self._replicas]
-        outcomes = await asyncio.gather(*map(_answered, calls), return_exceptions=True)
-        failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-        if not failures and all(bound == num_modules for bound in outcomes):
-            self._versions[uri] = version
-            await self._retire_beyond_limit(uri.session_id)
-            return
-        await self._remove(version)
-        if failures:
-            raise failures[0]
-        raise SamplingPoolError(
-            f"{uri}: vLLM bound {outcomes} of the adapter's {num_modules} modules, so samples would not follow the trained "
-            "weights. Choose target_modules that vLLM's model supports."
-        )
-
-    async def sample(self, uri: VersionUri | None, request: SampleRequest) -> SampleResponse:
-        """Samples from the version `uri`, or from the base model. Raises `SamplerExpiredError` once it is retired."""
-        await self.start()
-        if uri is None:
-            return await _answered(self._replicas[0].sample.remote(request, None))
-        version = self._versions.get(uri)
-        if version is None:
-            raise SamplerExpiredError(
-                f"{uri} is not live: the {self._config.max_live_versions} newest versions of a session are "
-                "(SamplingConfig.max_live_versions). Use a newer sampling client, or save again."
-            )
-        version.in_flight += 1
+        version = self._versions.new(uri, weights, num_modules)
+        bound: list[Replica] = []
         try:
-            return await _answered(self._replicas[0].sample.remote(request, version.adapter_id))
-        finally:
-            version.in_flight -= 1
-            if version.retired and version.in_flight == 0:
-                await self._remove(version)
+            await self._replicas.any_serving()
+            while missing := [replica for replica in self._replicas.serving if replica not in bound]:
+                await asyncio.gather(*(_bind(replica, version) for replica in missing))
+                bound += missing
+        except BaseException:
+            self._versions.retire(version)
+            self._free_retired()
+            raise
+        self._versions.add(version)
+        self._free_retired()
 
-    async def compute_logprobs(self, uri: VersionUri | None, prompt: list[int]) -> list[float | None]:
+    async def sample(self, client_id: str, uri: VersionUri | None, request: SampleRequest) -> SampleResponse:
+        """Samples from the version `uri`, or from the base model. Raises `SamplerExpiredError` once it is retired,
+        `BackPressureError` when too many wait, `RequestTimeoutError` when its time is over."""
+        await self.start()
+        version = None if uri in (None, self._merged_uri) else self._versions.get(uri)
+        try:
+            async with asyncio.timeout(self._config.request_timeout_s):
+                return await self._sample(client_id, version, request)
+        except TimeoutError as error:
+            raise RequestTimeoutError(
+                f"No answer within {self._config.request_timeout_s:g} s; the sample was given up. Lower max_tokens, add "
+                "replicas (service.scale_samplers), or raise SamplingConfig.request_timeout_s."
+            ) from error
+
+    async def compute_logprobs(self, client_id: str, uri: VersionUri | None, prompt: list[int]) -> list[float | None]:
         """The prompt's own logprobs: a sample of one token whose prompt part is kept."""
         one_token = SamplingParams(max_tokens=1, temperature=0.0)
-        response = await self.sample(uri, SampleRequest(prompt, 1, one_token, True, 0))
+        response = await self.sample(client_id, uri, SampleRequest(prompt, 1, one_token, True, 0))
         return response.prompt_logprobs or []
 
-    async def has_version(self, uri: VersionUri) -> bool:
-        return uri in self._versions
+    async def lease(self, uri: VersionUri) -> tuple[ray.ObjectRef]:
+        """Keeps the version live for as long as anybody holds the object returned."""
+        version = self._versions.get(uri)
+        lease = new_lease()
+        version.leases.add(lease.binary())
+        return (lease,)
+
+    async def weights(self, uri: VersionUri) -> tuple[ray.ObjectRef]:
+        """Of a live version: an AdapterWeights."""
+        return self._versions.get(uri).weights
 
     async def drop_session(self, session_id: str) -> None:
-        for version in [version for version in self._versions.values() if version.uri.session_id == session_id]:
-            await self._retire(version)
+        for version in self._versions.of_session(session_id):
+            self._versions.retire(version)
+        self._free_retired()
+
+    async def status(self) -> PoolStatus:
+        return PoolStatus(len(self._queue), len(self._versions), [replica.status() for replica in self._replicas.serving])
+
+    async def num_unfinished(self) -> int:
+        """Requests that the engines themselves have."""
+        return sum(await asyncio.gather(*(replica.num_unfinished() for replica in self._replicas.serving)))
 
     async def tokenizer_files(self) -> dict[str, bytes]:
         return tokenizer_files(local_folder(self._base_model))
 
     async def stop(self) -> None:
-        """Ends the replicas and their engines' processes."""
+        """Ends the replicas and their engines' processes; what waits fails."""
         if self._starting is not None:
             self._starting.cancel()
-        await asyncio.gather(*map(_end, self._replicas))
+        self._queue.fail(SamplingPoolError("The samplers were stopped."))
+        await self._replicas.stop()
 
     async def _start(self) -> None:
-        await asyncio.to_thread(local_folder, self._base_model)
-        args = (SamplingActor, self._base_model, self._config)
-        placed = await place_engine_actors(*args, config=self._config, is_async=True)
-        [replica] = self._replicas = placed.actors
-        self._phase = "loading"
+        await asyncio.to_thread(local_folder, self._base_model)  # an unknown model fails before anything is placed
+        await self._replicas.scale(self._config.num_replicas)
+
+    async def _sample(self, client_id: str, version: Version | None, request: SampleRequest) -> SampleResponse:
+        new_tokens = request.params.max_tokens or self._replicas.facts.context_length - len(request.prompt)
+        ticket = Ticket[Replica](
+            client_id,
+            version,
+            request,
+            num_tokens=len(request.prompt) + request.num_samples * new_tokens,
+            blocks=blocks_of(request.prompt, None if version is None else version.adapter_id),
+        )
+        self._queue.put(ticket)
+        for attempt in range(MAX_ATTEMPTS):
+            replica = await self._placed(ticket)
+            try:
+                return await replica.sample(ticket)
+            except ReplicaFailedError as error:
+                if attempt + 1 == MAX_ATTEMPTS:
+                    raise SamplingPoolError(
+                        f"{MAX_ATTEMPTS} sampler replicas failed under this request, so it was given up. The last one: {error}"
+                    ) from error
+                self._queue.put_back(ticket)
+            finally:
+                self._release(replica, ticket)
+        raise AssertionError("unreachable")
+
+    async def _placed(self, ticket: Ticket[Replica]) -> Replica:
+        """Waits for a replica with room."""
+        self._dispatch()
         try:
-            self._facts = await _answered(replica.load.remote())
-        except BaseException:
-            self._replicas = []
-            ray.kill(replica)
+            return await asyncio.shield(ticket.placed)
+        except asyncio.CancelledError:
+            self._queue.remove(ticket)
+            if ticket.placed.done() and not ticket.placed.exception():
+                self._release(ticket.placed.result(), ticket)
             raise
-        self._phase = "ready"
 
-    async def _retire_beyond_limit(self, session_id: str) -> None:
-        live = [version for version in self._versions.values() if version.uri.session_id == session_id]
-        live.sort(key=lambda version: version.uri.version)
-        for version in live[: -self._config.max_live_versions]:
-            await self._retire(version)
+    def _release(self, replica: Replica, ticket: Ticket[Replica]) -> None:
+        replica.release(ticket)
+        if ticket.version is not None and ticket.version.is_retired:
+            self._free_retired()
+        self._dispatch()
 
-    async def _retire(self, version: _Version) -> None:
-        """No new requests; the weights go when the last one has been answered."""
-        del self._versions[version.uri]
-        version.retired = True
-        if version.in_flight == 0:
-            await self._remove(version)
+    def _dispatch(self) -> None:
+        """Gives a replica to every request that can have one."""
+        while self._queue.place(self._choose):
+            pass
 
-    async def _remove(self, version: _Version) -> None:
-        calls = [replica.remove_adapter.remote(version.adapter_id) for replica in self._replicas]
-        await asyncio.gather(*map(_answered, calls), return_exceptions=True)
+    def _choose(self, ticket: Ticket[Replica]) -> Replica | None:
+        with_room = [replica for replica in self._replicas.serving if replica.has_room()]
+        if admitting := [replica for replica in with_room if replica.admits(ticket.adapter_id)]:
+            replica = choose(admitting, ticket.blocks)
+            replica.reserve(ticket)
+            return replica
+        if with_room and ticket.waited_s > TURN_S and not any(replica.is_making_a_slot for replica in with_room):
+            min(with_room, key=lambda replica: replica.outstanding_tokens).make_a_slot()
+        return None
+
+    async def _bind_live(self, replica: Replica) -> None:
+        """Gives a new replica the live versions, the newest last: as many as it keeps loaded. It loads others when asked."""
+        bound: set[Version] = set()
+        while missing := set(self._versions.newest_first()[: self._config.max_resident_loras]) - bound:
+            for version in sorted(missing, key=lambda version: version.adapter_id):
+                await replica.bind(version)
+            bound |= missing
+
+    def _free_retired(self) -> None:
+        for replica in self._replicas.serving:
+            task = asyncio.create_task(_unbind_retired(replica))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def _fail(self, error: SamplingPoolError) -> None:
+        """No replica is left: what waits fails, and the next request starts the pool again."""
+        self._starting = None
+        self._queue.fail(error)
 
 
-async def _answered(ref: ray.ObjectRef) -> Any:
-    return await answer(ref, if_dead=SamplingPoolError("A sampler replica died."))
+async def _bind(replica: Replica, version: Version) -> None:
+    try:
+        await replica.bind(version)
+    except ReplicaFailedError as error:
+        replica.fail(error)  # its successor gets all live versions before it serves
 
 
-async def _end(replica: Any) -> None:
-    # One that hangs or is gone is killed next, and its engine's processes end with it.
-    with contextlib.suppress(TimeoutError, SamplingPoolError):
-        await asyncio.wait_for(_answered(replica.shutdown.remote()), SHUTDOWN_S)
-    ray.kill(replica)
+async def _unbind_retired(replica: Replica) -> None:
+    try:
+        await replica.unbind_retired()
+    except ReplicaFailedError as error:
+        replica.fail(error)

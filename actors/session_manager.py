@@ -16,9 +16,10 @@ from raysessions.actors.placement import light_actor
 from raysessions.actors.protocol import ModelFacts
 from raysessions.actors.sampling_pool import SamplingPool
 from raysessions.config import SamplingConfig, TrainingConfig
-from raysessions.errors import ConfigError, SessionError, SessionStoppedError
+from raysessions.errors import ConfigError, SamplerExpiredError, SessionError, SessionStoppedError
 from raysessions.operations import SessionRequest
 from raysessions.types import SessionInfo
+from raysessions.uris import VersionUri
 
 STOP_S = 20.0
 """How long an actor may take to free what it holds before it is killed."""
@@ -49,6 +50,8 @@ class _Session:
     driver_id: str
     token: str
     pool_key: str
+    base_model: str
+    sampling: SamplingConfig
     host_key: str | None = None
 
 
@@ -82,7 +85,9 @@ class SessionManager:
         host_key = _key(request.base_model, request.training, request.sampling)
         if not request.share:
             host_key += f"\n{request.session_id}"
-        self._sessions[request.session_id] = _Session(driver_id, request.token, pool.key, host_key)
+        self._sessions[request.session_id] = _Session(
+            driver_id, request.token, pool.key, request.base_model, request.sampling, host_key
+        )
         host = _get_or_create(self._hosts, host_key, ModelHost, request.base_model, request.training, pool.actor)
         host.users.add(request.session_id)
         info = await self._or_stop(request.session_id, host.actor.open_session.remote(request.session_id, request.lora))
@@ -94,7 +99,23 @@ class SessionManager:
         """A pool for the base model itself. Returns its handle and the model's facts."""
         self._check_new(driver_id, session_id)
         pool = self._pool(base_model, config, session_id)
-        self._sessions[session_id] = _Session(driver_id, token, pool.key)
+        self._sessions[session_id] = _Session(driver_id, token, pool.key, base_model, config)
+        return pool.actor, await self._or_stop(session_id, pool.actor.start.remote())
+
+    async def create_merged_sampler(
+        self, driver_id: str, session_id: str, token: str, uri: VersionUri, config: SamplingConfig | None
+    ) -> tuple[Any, ModelFacts]:
+        """A pool of its own for one version, merged into its base model."""
+        self._check_new(driver_id, session_id)
+        source = self._sessions.get(uri.session_id)
+        if source is None:
+            raise SamplerExpiredError(f"{uri} is not live: its session has ended.")
+        (weights,) = await answer(self._pools[source.pool_key].actor.weights.remote(uri), if_dead=START_INTERRUPTED)
+        pool_key = f"merged\n{session_id}"
+        merged = (uri, await weights)
+        pool = _get_or_create(self._pools, pool_key, SamplingPool, source.base_model, config or source.sampling, merged)
+        pool.users.add(session_id)
+        self._sessions[session_id] = _Session(driver_id, token, pool_key, source.base_model, config or source.sampling)
         return pool.actor, await self._or_stop(session_id, pool.actor.start.remote())
 
     async def get_pool(self, session_id: str) -> Any | None:
@@ -109,6 +130,14 @@ class SessionManager:
             return "placing"
         shared = self._hosts[session.host_key] if session.host_key else self._pools[session.pool_key]
         return await answer(shared.actor.phase.remote(), if_dead=START_INTERRUPTED)
+
+    async def scale_samplers(self, driver_id: str, num_replicas: int) -> None:
+        """Changes the number of replicas of every pool that the driver's sessions use."""
+        keys = {session.pool_key for session in self._sessions.values() if session.driver_id == driver_id}
+        if not keys:
+            raise SessionError("There are no samplers to scale: create a session or a sampling client first.")
+        calls = [self._pools[key].actor.scale.remote(num_replicas) for key in keys]
+        await asyncio.gather(*(answer(call, if_dead=START_INTERRUPTED) for call in calls))
 
     async def list_sessions(self) -> list[str]:
         return sorted(self._sessions)

@@ -1,202 +1,86 @@
-"""Sampled tokens per second: 64 requests of 64 tokens, each to a prompt of 36 random tokens.
+"""Sampled tokens per second: requests to prompts of 36 random tokens, SmolLM2-135M.
 
 Engines that are compared live at the same time, each in a process of its own, and take turns, so that a slow minute of the
-machine hits all alike: SamplingClient, a bare AsyncLLM with the same arguments, and vLLM's defaults on this CPU; then
-SamplingClient with an adapter, and stock LoRA with the same binding.
+machine hits all alike:
+
+- SamplingClient, a bare AsyncLLM with the same arguments, and vLLM's defaults on this CPU;
+- an adapter with our LoRA and with stock LoRA, the same with four versions at once, and merged into the base;
+- one replica and two on the same cores, with 64 and 512 requests in flight;
+- a conversation's second turn against its first.
 """
 
 from __future__ import annotations
 
-import argparse
-import asyncio
 import contextlib
-import functools
-import itertools
-import json
-import os
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from measure import report, summary
+from sample_engines import engine_process
 
-import raysessions as rs
-from raysessions.models import local_folder
-
-BASE_MODEL = "smollm2-135m-instruct"
-REQUESTS, NEW_TOKENS, PROMPT_TOKENS = 64, 64, 36
-SAMPLING = rs.SamplingConfig().for_rank(16)
-COMPARED = {("client", "bare", "defaults"): 5, ("client_adapter", "stock_adapter"): 2}
-"""Engines that take turns, and how often."""
-ENGINES = [engine for engines in COMPARED for engine in engines]
+FEW = {"requests": 64, "new_tokens": 64}
+MANY = {"requests": 512, "new_tokens": 16}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--engine", choices=ENGINES, help="load this one, then measure and print its speed for each line of input"
-    )
-    engine = parser.parse_args().engine
-    if engine:
-        serve(engine)
-        return
-    speed: dict[str, list[float]] = {}
-    for engines, repeats in COMPARED.items():
-        speed |= take_turns(engines, repeats)
-    median = {name: float(np.median(values)) for name, values in speed.items()}
+    base, latency = take_turns(("client", "bare", "defaults"), FEW, repeats=5, latencies=("client", "bare"))
+    adapter, _ = take_turns(("one_version", "stock_adapter"), FEW, repeats=2)
+    versions, _ = take_turns(("one_version", "four_versions", "merged"), FEW, repeats=3)
+    few, _ = take_turns(("client", "two_replicas"), FEW, repeats=3)
+    many, _ = take_turns(("client", "two_replicas"), MANY, repeats=3)
+    with engine_process("two_replicas") as measure:
+        measure("speed", **FEW)
+        first, second = measure("turns", conversations=6, prompt_tokens=2000)
+        router_s = measure("router", requests=512)
+    speeds = {
+        **{f"{name}_64": values for name, values in base.items()},
+        **{f"{name}_with_adapter_64": values for name, values in adapter.items()},
+        **{f"{name}_by_versions_64": values for name, values in versions.items()},
+        **{f"{name}_by_replicas_64": values for name, values in few.items()},
+        **{f"{name}_by_replicas_512": values for name, values in many.items()},
+    }
     report(
         "sample",
-        {f"{name}_tokens_per_s": summary(values) for name, values in speed.items()},
         {
-            "through SamplingClient, over a bare AsyncLLM": (median["client"] / median["bare"], 0.95),
-            "our settings, over vLLM's defaults": (median["bare"] / median["defaults"], 1.5),
-            "with adapter, grouped over stock LoRA": (median["client_adapter"] / median["stock_adapter"], 3.0),
+            **{f"{name}_tokens_per_s": summary(values) for name, values in speeds.items()},
+            "latency_s": latency,
+            "first_turn_s": summary(first),
+            "second_turn_s": summary(second),
+            "router_cpu_s_per_request": router_s,
+        },
+        {
+            "through SamplingClient, over a bare AsyncLLM": (ratio(base, "client", "bare"), 0.95),
+            "our settings, over vLLM's defaults": (ratio(base, "bare", "defaults"), 1.5),
+            "with adapter, grouped over stock LoRA": (ratio(adapter, "one_version", "stock_adapter"), 3.0),
+            "four versions at once, over one": (ratio(versions, "four_versions", "one_version"), 0.6),
+            "merged, over an adapter": (ratio(versions, "merged", "one_version"), 1.1),
+            "two replicas over one, same cores, 64 requests": (ratio(few, "two_replicas", "client"), 0.7),
+            "two replicas over one, same cores, 512 requests": (ratio(many, "two_replicas", "client"), 0.7),
+            "first token of a second turn over the first's, 2,000 tokens": (float(np.median(second) / np.median(first)), -0.3),
+            "a request's way to the engine and back, ms": (1000 * (latency["client"] - latency["bare"]), -15.0),
+            "router's processor time a request, ms": (1000 * router_s, -5.0),
         },
     )
 
 
-def take_turns(engines: Sequence[str], repeats: int) -> dict[str, list[float]]:
-    """Tokens per second of each repeat, after one to warm up."""
+def take_turns(
+    engines: Sequence[str], load: dict[str, int], repeats: int, latencies: Sequence[str] = ()
+) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Tokens per second of each repeat, after one to warm up; and the seconds of a single token's request."""
     speeds: dict[str, list[float]] = {engine: [] for engine in engines}
     with contextlib.ExitStack() as stack:
-        processes = {engine: stack.enter_context(_process(engine)) for engine in engines}
+        processes: dict[str, Any] = {engine: stack.enter_context(engine_process(engine)) for engine in engines}
         for _ in range(repeats + 1):
-            for engine, process in processes.items():
-                process.stdin.write("measure\n")
-                process.stdin.flush()
-                speeds[engine].append(_answer(process))
-                print(f"sample: {engine}: {speeds[engine][-1]:.0f} tokens/s", flush=True)
-    return {engine: values[1:] for engine, values in speeds.items()}
+            for engine, measure in processes.items():
+                speeds[engine].append(measure("speed", **load))
+                print(f"sample: {engine}, {load['requests']} requests: {speeds[engine][-1]:.0f} tokens/s", flush=True)
+        latency = {engine: processes[engine]("latency", repeats=50) for engine in latencies}
+    return {engine: values[1:] for engine, values in speeds.items()}, latency
 
 
-@contextlib.contextmanager
-def _process(engine: str) -> Iterator[Any]:
-    """A process with one engine, loaded."""
-    command = [sys.executable, __file__, "--engine", engine]
-    environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
-    try:
-        _answer(process)
-        yield process
-    finally:
-        process.stdin.close()  # type: ignore[union-attr]
-        process.wait()
-
-
-def _answer(process: Any) -> float:
-    """What the process prints next of ours: vLLM prints too."""
-    for line in process.stdout:
-        if line.startswith(ANSWER):
-            return json.loads(line.removeprefix(ANSWER))
-    raise SystemExit("sample: an engine ended before it answered; its error stands above.")
-
-
-ANSWER = "tokens/s: "
-
-
-def serve(engine: str) -> None:
-    """Loads the engine, says so, and measures once for each line of input."""
-    with contextlib.ExitStack() as stack:
-        speed = (_client if engine.startswith("client") else _vllm)(engine, stack)
-        print(f"{ANSWER}0", flush=True)
-        for _ in sys.stdin:
-            print(f"{ANSWER}{speed()}", flush=True)
-
-
-def _client(engine: str, stack: contextlib.ExitStack) -> Callable[[], float]:
-    service = stack.enter_context(rs.ServiceClient(sampling=SAMPLING))
-    if engine == "client":
-        sampler = service.create_sampling_client(base_model=BASE_MODEL)
-    else:
-        training = stack.enter_context(service.create_lora_training_client(BASE_MODEL, rank=16, seed=0))
-        sampler = training.save_weights_and_get_sampling_client("start")
-    return lambda: _client_speed(sampler)
-
-
-def _vllm(engine: str, stack: contextlib.ExitStack) -> Callable[[], float]:
-    loop = asyncio.new_event_loop()
-
-    async def start() -> Any:
-        return _start_vllm(engine)
-
-    llm = loop.run_until_complete(start())
-    stack.callback(llm.shutdown)
-    return lambda: loop.run_until_complete(_vllm_speed(llm, with_adapter=engine == "stock_adapter"))
-
-
-def _client_speed(sampler: rs.SamplingClient) -> float:
-    params = rs.SamplingParams(max_tokens=NEW_TOKENS, stop=[])
-    prompts = [rs.ModelInput.from_ints(prompt) for prompt in _prompts()]
-    started = time.perf_counter()
-    futures = [sampler.sample(prompt, 1, params) for prompt in prompts]
-    count = sum(len(future.result().sequences[0].tokens) for future in futures)
-    return count / (time.perf_counter() - started)
-
-
-def _start_vllm(engine: str) -> Any:
-    import vllm
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    from raysessions.actors.engines.vllm import engine_arguments
-
-    arguments = engine_arguments(local_folder(BASE_MODEL), SAMPLING)
-    if engine != "bare":
-        os.environ["VLLM_PLUGINS"] = "none"
-        arguments.pop("worker_extension_cls")
-        arguments.pop("ir_op_priority")
-    if engine == "defaults":
-        os.environ.pop("VLLM_CPU_OMP_THREADS_BIND")
-        arguments = {key: arguments[key] for key in ("model", "dtype", "kv_cache_memory_bytes")}
-    return AsyncLLM.from_engine_args(vllm.AsyncEngineArgs(**arguments))
-
-
-async def _vllm_speed(llm: Any, with_adapter: bool = False) -> float:
-    import vllm
-    from vllm.lora.request import LoRARequest
-
-    lora = LoRARequest("bench/v1", 1, _write_adapter()) if with_adapter else None
-    params = vllm.SamplingParams(
-        max_tokens=NEW_TOKENS,
-        ignore_eos=True,
-        logprobs=0,
-        detokenize=False,
-        output_kind=vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
-    )
-
-    async def one(prompt: list[int]) -> int:
-        number = str(next(_request_numbers))
-        outputs = [o async for o in llm.generate({"prompt_token_ids": prompt}, params, number, lora_request=lora)]
-        return len(outputs[-1].outputs[0].token_ids)
-
-    prompts = _prompts()
-    started = time.perf_counter()
-    counts = await asyncio.gather(*map(one, prompts))
-    return sum(counts) / (time.perf_counter() - started)
-
-
-@functools.cache
-def _write_adapter() -> str:
-    """A random adapter of rank 16 on every linear layer, as a PEFT folder. Made in the engine that sessions use."""
-    from raysessions.actors.engines.adapter_files import AdapterFiles
-    from raysessions.actors.engines.deepspeed import DeepSpeedEngine
-    from raysessions.actors.protocol import Seat
-    from raysessions.config import LoraConfig
-
-    engine = DeepSpeedEngine(local_folder(BASE_MODEL), rs.TrainingConfig(), Seat(0, 1, 0, 1, "127.0.0.1", 29555))
-    engine.add_session("bench", LoraConfig(rank=16, alpha=32, seed=0))
-    return str(AdapterFiles().write(1, engine.export_adapter("bench")))
-
-
-_request_numbers = itertools.count()
-_rng = np.random.default_rng(0)
-
-
-def _prompts() -> list[list[int]]:
-    """New ones at every call, so that no prefix is cached."""
-    return _rng.integers(3, 49_000, (REQUESTS, PROMPT_TOKENS)).tolist()
+def ratio(speeds: dict[str, list[float]], one: str, other: str) -> float:
+    return float(np.median(speeds[one]) / np.median(speeds[other]))
 
 
 if __name__ == "__main__":

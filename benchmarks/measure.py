@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import statistics
@@ -50,7 +51,8 @@ def report(name: str, results: dict[str, Any], ratios: dict[str, tuple[float, fl
     `ratios` maps a sentence to (measured, bound); a bound is "at least", and one given as negative is "at most".
     """
     for sentence, (measured, bound) in ratios.items():
-        kind, kept = ("at least", measured >= bound) if bound >= 0 else ("at most", measured <= -bound)
+        at_least = math.copysign(1, bound) > 0  # -0.0 is "at most 0"
+        kind, kept = ("at least", measured >= bound) if at_least else ("at most", measured <= -bound)
         print(f"{name}: {sentence}: {measured:.3g} ({kind} {abs(bound):g}) {'ok' if kept else 'MISSED'}")
     RESULTS.mkdir(exist_ok=True)
     content = {

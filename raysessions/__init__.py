@@ -11,6 +11,7 @@ with service.create_lora_training_client("smollm2-135m-instruct") as training:
 from raysessions.config import SamplingConfig, TrainingConfig
 from raysessions.datums import datum_for_rl, datum_for_supervised
 from raysessions.errors import (
+    BackPressureError,
     ClusterUnreachableError,
     ConfigError,
     DatumError,
@@ -54,6 +55,7 @@ __all__ = [
     "LOSSES",
     "APIFuture",
     "AdamParams",
+    "BackPressureError",
     "ClusterUnreachableError",
     "ConfigError",
     "Datum",

@@ -84,10 +84,20 @@ class TrainingConfig(ActorConfig):
 class SamplingConfig(ActorConfig):
     """Settings of the sampling pool that serves one base model and its adapters."""
 
+    num_replicas: int = Field(default=1, ge=1)
+    """Engines that share the requests, each with `actor_options`; `service.scale_samplers` changes it while they run. Replicas
+    on one node share its cores, or take `num_threads` each."""
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """GPUs, or on CPU processes, that one replica splits the model over."""
     max_live_versions: int = Field(default=8, ge=1)
-    """Versions of one session that answer; saving one more retires the oldest (`SamplerExpiredError`)."""
+    """Newest versions of one session that answer. Older ones do while somebody holds a sampling client of them, then they are
+    retired (`SamplerExpiredError`)."""
     max_loras: int = Field(default=4, ge=1)
     """Adapters in one batch of the engine. More live versions than that are served in turns."""
+    max_queued_requests: int = Field(default=8192, ge=1, le=8192)
+    """Requests that may wait for a replica; one more is refused (`BackPressureError`)."""
+    request_timeout_s: float = Field(default=3600.0, gt=0)
+    """From a sample's arrival to its answer, waiting included; then it is given up (`RequestTimeoutError`)."""
     max_lora_rank: int | None = None
     """The largest LoRA rank that the engine makes room for. None: 32, or the session's rank if that is higher."""
     max_num_seqs: int = Field(default=64, ge=1)
@@ -107,6 +117,18 @@ class SamplingConfig(ActorConfig):
         if rank is not None and rank not in VLLM_LORA_RANKS:
             raise ValueError(f"vLLM takes one of {VLLM_LORA_RANKS}")
         return rank
+
+    @field_validator("actor_options")
+    @classmethod
+    def _restarts_are_the_pools(cls, options: dict[str, Any]) -> dict[str, Any]:
+        if "max_restarts" in options:
+            raise ValueError("max_restarts is for training: a sampling pool replaces its replicas by itself; leave it out")
+        return options
+
+    @property
+    def max_resident_loras(self) -> int:
+        """Adapters that one replica keeps loaded, on CPU memory. One more than a batch has, so that the next can be loaded."""
+        return max(self.max_loras + 1, self.max_live_versions)
 
     def for_rank(self, rank: int) -> SamplingConfig:
         """This config with `max_lora_rank` decided for a session of LoRA rank `rank`."""

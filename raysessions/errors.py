@@ -9,11 +9,12 @@ RaySessionsError
 │   ├── SessionStoppedError          it was stopped
 │   ├── PlacementError               the cluster has not the resources or the memory
 │   ├── TrainingGroupError           a training rank died or failed
-│   ├── SamplingPoolError            a sampler replica died or failed
+│   ├── SamplingPoolError            the samplers failed, or did not take an adapter
+│   │   └── BackPressureError        too many requests wait for a sampler
 │   ├── SamplerExpiredError          the sampler's version has been retired
 │   └── EmptyGradientError           optim_step with nothing accumulated
 ├── ClusterUnreachableError          no Ray cluster answers at the address
-├── RequestTimeoutError              not finished in time; the operation goes on
+├── RequestTimeoutError              not finished in time
 ├── RequestCancelledError            cancelled before it ran
 └── ModelNotFoundError               no such base model
 """
@@ -58,7 +59,11 @@ class TrainingGroupError(SessionError):
 
 
 class SamplingPoolError(SessionError):
-    """A sampler replica died or failed."""
+    """The samplers failed and could not be brought back, or they did not take an adapter."""
+
+
+class BackPressureError(SamplingPoolError):
+    """Too many requests wait for a sampler; this one was not taken."""
 
 
 class SamplerExpiredError(SessionError):
@@ -74,7 +79,8 @@ class ClusterUnreachableError(RaySessionsError, ConnectionError):
 
 
 class RequestTimeoutError(RaySessionsError, TimeoutError):
-    """Not finished in the given time. The operation goes on and its result stays retrievable."""
+    """Not finished in the given time. After `result(timeout)` the operation goes on and its result stays retrievable; a sample
+    that outlives `SamplingConfig.request_timeout_s` is given up."""
 
 
 class RequestCancelledError(RaySessionsError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import Any
 
 import ray
@@ -17,9 +18,20 @@ from raysessions.uris import VersionUri
 class SamplingClient:
     """Pinned to its version for life: later saves do not move it. Picklable, so that tasks and actors can sample too."""
 
-    def __init__(self, pool: Any, uri: VersionUri | None, *, vocab_size: int, context_length: int) -> None:
+    def __init__(
+        self,
+        pool: Any,
+        uri: VersionUri | None,
+        lease: ray.ObjectRef | None,
+        *,
+        vocab_size: int,
+        context_length: int,
+        client_id: str | None = None,
+    ) -> None:
         self._pool = pool
         self._uri = uri
+        self._lease = lease  # its version stays live for as long as this is held
+        self._client_id = client_id or secrets.token_hex(8)  # by which the pool lets clients take turns
         self._vocab_size = vocab_size
         self._context_length = context_length
         self._tokenizer: Any = None
@@ -55,11 +67,11 @@ class SamplingClient:
             prompt_logprobs=include_prompt_logprobs,
             topk_prompt_logprobs=topk_prompt_logprobs,
         )
-        return self._send(self._pool.sample.remote(self._uri, request))
+        return self._send(self._pool.sample.remote(self._client_id, self._uri, request))
 
     def compute_logprobs(self, prompt: ModelInput) -> APIFuture[list[float | None]]:
         """The logprob of each token of `prompt` given those before it, nats; the first entry is None."""
-        return self._send(self._pool.compute_logprobs.remote(self._uri, self._checked(prompt, 1)))
+        return self._send(self._pool.compute_logprobs.remote(self._client_id, self._uri, self._checked(prompt, 1)))
 
     def get_tokenizer(self) -> Any:
         """The base model's tokenizer (transformers)."""
@@ -90,11 +102,19 @@ class SamplingClient:
         return APIFuture(ref, cancel)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_rebuild, (self._pool, self._uri, self._vocab_size, self._context_length))
+        return (_rebuild, (self._pool, self._uri, self._lease, self._vocab_size, self._context_length, self._client_id))
 
     def __repr__(self) -> str:
         return f"SamplingClient({self.version or 'base model'})"
 
 
-def _rebuild(pool: Any, uri: VersionUri | None, vocab_size: int, context_length: int) -> SamplingClient:
-    return SamplingClient(pool, uri, vocab_size=vocab_size, context_length=context_length)
+def open_sampling_client(pool: Any, uri: VersionUri | None, *, vocab_size: int, context_length: int) -> SamplingClient:
+    """A client of a live version, which stays live for it. Raises `SamplerExpiredError` if it is not live."""
+    lease = None if uri is None else APIFuture(pool.lease.remote(uri)).result()[0]
+    return SamplingClient(pool, uri, lease, vocab_size=vocab_size, context_length=context_length)
+
+
+def _rebuild(
+    pool: Any, uri: VersionUri | None, lease: ray.ObjectRef | None, vocab_size: int, context_length: int, client_id: str
+) -> SamplingClient:
+    return SamplingClient(pool, uri, lease, vocab_size=vocab_size, context_length=context_length, client_id=client_id)

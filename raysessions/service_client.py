@@ -20,7 +20,7 @@ from raysessions.future import APIFuture
 from raysessions.models import CATALOGUE
 from raysessions.operations import SessionRequest
 from raysessions.progress import wait_with_progress
-from raysessions.sampling_client import SamplingClient
+from raysessions.sampling_client import SamplingClient, open_sampling_client
 from raysessions.training_client import TrainingClient
 from raysessions.uris import VersionUri, check_name, new_session_id
 
@@ -117,25 +117,52 @@ class ServiceClient:
         model_path: str | None = None,
         base_model: str | None = None,
         *,
+        merged: bool = False,
         sampling: SamplingConfig | None = None,
         timeout_s: float = 900,
     ) -> SamplingClient:
         """A client of a live version (`raysessions://SESSION/vN`), or of a base model without adapter. Exactly one of the
-        two. Blocks until the samplers are ready."""
+        two. Blocks until the samplers are ready.
+
+        Args:
+            merged: serve the version from samplers of its own, with the adapter merged into the base model's weights: faster,
+                for an evaluation or a deployment of one version. They outlive its session.
+            sampling: settings of samplers that are started for this client; None for those of the version's session, or the
+                service's. Without `merged` a version is served by its session's samplers, and this is refused.
+            timeout_s: for the whole start.
+        """
         if (model_path is None) == (base_model is None):
             raise ConfigError("Give exactly one of model_path and base_model.")
+        session_id, token = new_session_id("sampler"), secrets.token_hex(8)
         if base_model is not None:
-            session_id, token = new_session_id("sampler"), secrets.token_hex(8)
+            if merged:
+                raise ConfigError("merged=True needs model_path: a base model has no adapter to merge.")
             config = (sampling or self._sampling).for_rank(1)
             created = self._manager.create_sampler.remote(self._driver_id, session_id, token, base_model, config)
             pool, facts = self._await_start(created, f"sampler of {base_model}", session_id, token, timeout_s)
-            return SamplingClient(pool, None, vocab_size=facts.vocab_size, context_length=facts.context_length)
+            return open_sampling_client(pool, None, vocab_size=facts.vocab_size, context_length=facts.context_length)
         uri = VersionUri.parse(str(model_path))
+        if merged:
+            created = self._manager.create_merged_sampler.remote(self._driver_id, session_id, token, uri, sampling)
+            pool, facts = self._await_start(created, f"merged sampler of {uri}", session_id, token, timeout_s)
+            return SamplingClient(pool, uri, None, vocab_size=facts.vocab_size, context_length=facts.context_length)
+        if sampling is not None:
+            raise ConfigError("sampling is the session's, which serves this version: leave it out, or give merged=True.")
         pool = ray.get(self._manager.get_pool.remote(uri.session_id))
-        if pool is None or not ray.get(pool.has_version.remote(uri)):
-            raise SamplerExpiredError(f"{uri} is not live: its session has ended, or the version has been retired.")
+        if pool is None:
+            raise SamplerExpiredError(f"{uri} is not live: its session has ended.")
         facts = APIFuture(pool.start.remote()).result(timeout_s)
-        return SamplingClient(pool, uri, vocab_size=facts.vocab_size, context_length=facts.context_length)
+        return open_sampling_client(pool, uri, vocab_size=facts.vocab_size, context_length=facts.context_length)
+
+    def scale_samplers(self, num_replicas: int, *, timeout_s: float = 900) -> None:
+        """Changes how many replicas serve this client's sessions, while they run. Blocks until it is so: a new replica gets
+        every live version before it takes requests, one that leaves finishes those it has.
+
+        Raises `PlacementError` when the cluster has no room, and then nothing has changed.
+        """
+        if num_replicas < 1:
+            raise ConfigError(f"num_replicas is {num_replicas}: give at least 1. Sessions end with stop().")
+        APIFuture(self._manager.scale_samplers.remote(self._driver_id, num_replicas)).result(timeout_s)
 
     def list_base_models(self) -> list[str]:
         """The catalogue's names. Folders and Hugging Face ids are base models too."""

@@ -13,13 +13,13 @@ import ray
 from raysessions.batch import Batch, pack
 from raysessions.custom_loss import CustomLossFn, run_second_pass, targets_only
 from raysessions.diagnostics import warn_of_divergence, warn_of_missing_logprobs
-from raysessions.errors import ConfigError, SamplerExpiredError, SessionStoppedError
+from raysessions.errors import ConfigError, SessionStoppedError
 from raysessions.future import APIFuture
 from raysessions.loss_op import loss_op, pickled_function
 from raysessions.losses import LossSpec, get_loss, resolve_config
 from raysessions.operations import Loss, LossOp, Operation, OptimStepOp, SaveForSamplerOp
 from raysessions.progress import wait_with_progress
-from raysessions.sampling_client import SamplingClient
+from raysessions.sampling_client import SamplingClient, open_sampling_client
 from raysessions.tokenizer import load_tokenizer
 from raysessions.types import (
     AdamParams,
@@ -124,8 +124,6 @@ class TrainingClient:
             uri = VersionUri.parse(saved.result().path) if saved is not None else None
         ready = self._pool.start.remote()
         wait_with_progress(ready, f"sampler of {self._info.base_model}", self._pool.phase.remote, self._timeout_s)
-        if uri is not None and not ray.get(self._pool.has_version.remote(uri)):
-            raise SamplerExpiredError(f"{uri} is not live in this session's samplers: save again, or use a newer one.")
         return self._sampling_client(uri)
 
     def get_tokenizer(self) -> Any:
@@ -175,7 +173,7 @@ class TrainingClient:
 
     def _sampling_client(self, uri: VersionUri | None) -> SamplingClient:
         info = self._info
-        return SamplingClient(self._pool, uri, vocab_size=info.vocab_size, context_length=info.context_length)
+        return open_sampling_client(self._pool, uri, vocab_size=info.vocab_size, context_length=info.context_length)
 
     def _check_running(self) -> None:
         if self._stopped:

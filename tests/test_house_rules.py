@@ -27,7 +27,8 @@ ENGINES = sorted((ACTORS / "engines").rglob("*.py"))
 MATHS = sorted((ACTORS / "maths").rglob("*.py"))
 SOURCES = WORDS + CLIENTS + COOKBOOK + HOSTING + ENGINES + MATHS
 VLLM_FILES = [
-    ACTORS / "engines" / f"{name}.py" for name in ("vllm", "vllm_plugin", "vllm_worker", "grouped_lora", "cpu_kernels")
+    ACTORS / "engines" / f"{name}.py"
+    for name in ("vllm", "vllm_plugin", "vllm_worker", "grouped_lora", "cpu_kernels", "cpu_sampler")
 ]
 
 FRAMEWORKS = ("torch", "vllm", "deepspeed", "peft")

@@ -6,13 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 import ray
 from datums import supervised
+from waiting import wait_for
 
 import raysessions as rs
 
@@ -84,7 +84,7 @@ def test_on_a_cluster_a_lost_driver_frees_its_session_and_only_that(resident, ti
         os.kill(driver.pid, signal.SIGINT)
     driver.communicate(timeout=FREED_WITHIN_S)
     assert driver.returncode != 0
-    _wait_for(lambda: _training_actors() == before)
+    wait_for(lambda: _training_actors() == before)
     assert ray.get(resident._manager.list_sessions.remote()) == ["resident"]
     assert resident.forward(supervised([4])).result().loss_fn_outputs
 
@@ -98,7 +98,7 @@ def test_ctrl_c_while_loading_frees_what_was_placed(resident, tiny_model):
             break
     os.kill(driver.pid, signal.SIGINT)
     driver.communicate(timeout=FREED_WITHIN_S)
-    _wait_for(lambda: _training_actors() == before)
+    wait_for(lambda: _training_actors() == before)
     assert ray.get(resident._manager.list_sessions.remote()) == ["resident"]
 
 
@@ -128,10 +128,3 @@ def _training_actors() -> set[int]:
     return {
         process.pid for process in psutil.process_iter(["name"]) if (process.info["name"] or "").startswith("ray::TrainingA")
     }
-
-
-def _wait_for(condition) -> None:
-    deadline = time.monotonic() + FREED_WITHIN_S
-    while not condition():
-        assert time.monotonic() < deadline, "not freed in time"
-        time.sleep(0.2)

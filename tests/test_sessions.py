@@ -12,6 +12,7 @@ import pytest
 import ray
 from datums import loss, supervised
 from ranks import batch_of
+from waiting import wait_for
 
 import raysessions as rs
 from raysessions import losses
@@ -230,14 +231,7 @@ def test_a_killed_rank_of_two_fails_the_calls_and_ends_the_other(service, reside
         os.kill(one, signal.SIGKILL)
         with pytest.raises(rs.TrainingGroupError, match="A training rank died"):
             futures[-1].result(timeout=60)
-        _wait_for(lambda: _training_pids() == before)
-
-
-def _wait_for(condition, timeout_s: float = 30) -> None:
-    deadline = time.perf_counter() + timeout_s
-    while not condition():
-        assert time.perf_counter() < deadline
-        time.sleep(0.1)
+        wait_for(lambda: _training_pids() == before)
 
 
 def test_ranks_are_placed_where_their_labels_say(service, resident, tiny_model):
@@ -260,4 +254,4 @@ def test_ranks_that_ask_for_resources_are_placed_together_and_give_them_back(ser
     with service.create_lora_training_client(str(tiny_model), training=config) as training:
         assert ray.available_resources()["memory"] == pytest.approx(free - 2 * asked)
         assert training.forward_backward(DATA).result().loss_fn_outputs
-    _wait_for(lambda: ray.available_resources()["memory"] == pytest.approx(free))
+    wait_for(lambda: ray.available_resources()["memory"] == pytest.approx(free))

@@ -1,11 +1,14 @@
-"""Adapters as PEFT folders on tmpfs, which is memory: vLLM takes adapters by path, and reloads an evicted one from it."""
+"""What an engine has in /dev/shm, which is memory: adapters as PEFT folders, because vLLM takes adapters by path and reloads an
+evicted one from it; and the names of vLLM's own buffers, which it leaves behind when it is killed."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +18,12 @@ from safetensors.torch import save_file
 from raysessions.actors.protocol import AdapterWeights
 
 _PREFIX = "raysessions-"
+_BUFFERS = "vllm_buffers"
+"""File with the paths of vLLM's buffers, one a line."""
 
 
 class AdapterFiles:
-    """The adapter folders of one engine. Folders of engines whose process is gone are swept away at start."""
+    """The files of one engine. Those of engines whose process is gone are swept away at start."""
 
     def __init__(self) -> None:
         root = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
@@ -28,7 +33,7 @@ class AdapterFiles:
     def write(self, adapter_id: int, weights: AdapterWeights) -> Path:
         folder = self.folder(adapter_id)
         folder.mkdir()
-        save_file(_tensors(weights), folder / "adapter_model.safetensors")
+        save_file(adapter_tensors(weights), folder / "adapter_model.safetensors")
         config = {
             "peft_type": "LORA",
             "r": weights.rank,
@@ -45,11 +50,17 @@ class AdapterFiles:
     def remove(self, adapter_id: int) -> None:
         shutil.rmtree(self.folder(adapter_id), ignore_errors=True)
 
+    def note_buffers(self, pids: Iterable[int]) -> None:
+        """Remembers the shared memory that vLLM's processes have mapped."""
+        mapped = {line.split()[-1] for pid in pids for line in Path(f"/proc/{pid}/maps").read_text().splitlines()}
+        (self.root / _BUFFERS).write_text("\n".join(sorted(path for path in mapped if path.startswith("/dev/shm/psm_"))))
+
     def close(self) -> None:
         shutil.rmtree(self.root, ignore_errors=True)
 
 
-def _tensors(weights: AdapterWeights) -> dict[str, torch.Tensor]:
+def adapter_tensors(weights: AdapterWeights) -> dict[str, torch.Tensor]:
+    """By PEFT's names, in the dtype that they travel in."""
     flat = torch.from_numpy(np.array(weights.flat))  # arrays from the object store are read-only
     flat = flat.view(torch.bfloat16) if weights.dtype == "bfloat16" else flat
     sizes = [int(np.prod(shape)) for _, shape in weights.entries]
@@ -61,4 +72,7 @@ def _sweep(root: Path) -> None:
     for folder in root.glob(f"{_PREFIX}*-*"):
         pid = folder.name.removeprefix(_PREFIX).split("-")[0]
         if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+            with contextlib.suppress(FileNotFoundError):
+                for path in (folder / _BUFFERS).read_text().splitlines():
+                    Path(path).unlink(missing_ok=True)
             shutil.rmtree(folder, ignore_errors=True)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import itertools
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +15,13 @@ import vllm
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from raysessions.actors.engines import cpu_kernels, vllm_plugin
 from raysessions.actors.engines.adapter_files import AdapterFiles
-from raysessions.actors.protocol import AdapterWeights, ModelFacts
+from raysessions.actors.engines.merged_weights import write_merged
+from raysessions.actors.engines.process_activity import active_seconds, is_stopped
+from raysessions.actors.protocol import AdapterWeights, CoreShare, ModelFacts, ReplicaFailedError
 from raysessions.config import SamplingConfig
 from raysessions.errors import PlacementError
 from raysessions.models import context_length
@@ -23,18 +29,30 @@ from raysessions.operations import SampleRequest
 from raysessions.types import SampledSequence, SampleResponse, SamplingParams
 
 GIB = 1024**3
+MIN_ACTIVE = 0.5
+"""Share of the time that an engine on CPU which does not answer must have computed, or waited for a core, not to be stuck.
+Looking for messages takes a few hundredths."""
 DEFAULT_KV_CACHE_GIB = 2.0
+WHOLE_NODE = CoreShare(0, 1)
 
 
 class VllmEngine:
     """One replica: an engine process of its own, driven from one event loop."""
 
-    def __init__(self, folder: Path, config: SamplingConfig) -> None:
-        arguments = engine_arguments(folder, config)
-        self._engine = AsyncLLM.from_engine_args(vllm.AsyncEngineArgs(**arguments))
+    def __init__(
+        self, folder: Path, config: SamplingConfig, share: CoreShare = WHOLE_NODE, merged: AdapterWeights | None = None
+    ) -> None:
+        """With `merged`, an adapter, the engine serves the base model with that added to its weights, and no others."""
+        with contextlib.ExitStack() as stack:
+            if merged is not None:
+                base, folder = folder, Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="raysessions-merged-")))
+                write_merged(base, merged, folder)
+            arguments = engine_arguments(folder, config, share, with_adapters=merged is None)
+            self._engine = AsyncLLM.from_engine_args(vllm.AsyncEngineArgs(**arguments))
         model = self._engine.model_config
         self.facts = ModelFacts(model.get_vocab_size(), model.max_model_len, str(model.dtype).removeprefix("torch."))
         self._files = AdapterFiles()
+        self._files.note_buffers(process.pid for process in psutil.Process().children(recursive=True))
         self._adapters: dict[int, LoRARequest] = {}
         self._request_ids = itertools.count()
 
@@ -43,7 +61,10 @@ class VllmEngine:
         request = LoRARequest(name, adapter_id, str(self._files.write(adapter_id, weights)))
         try:
             await self._engine.add_lora(request)
-            (bound, *_) = await self._engine.collective_rpc("count_bound_modules", args=(adapter_id,))
+            bound = min(await self._engine.collective_rpc("count_bound_modules", args=(adapter_id,)))
+        except EngineDeadError as error:
+            self._files.remove(adapter_id)
+            raise _failed(error) from error
         except BaseException:
             self._files.remove(adapter_id)
             raise
@@ -52,7 +73,10 @@ class VllmEngine:
 
     async def remove_adapter(self, adapter_id: int) -> None:
         self._adapters.pop(adapter_id, None)
-        await self._engine.remove_lora(adapter_id)
+        try:
+            await self._engine.remove_lora(adapter_id)
+        except EngineDeadError as error:
+            raise _failed(error) from error
         self._files.remove(adapter_id)
 
     async def sample(self, request: SampleRequest, adapter_id: int | None) -> SampleResponse:
@@ -64,13 +88,33 @@ class VllmEngine:
             request_id=str(next(self._request_ids)),
             lora_request=None if adapter_id is None else self._adapters[adapter_id],
         )
-        (final,) = [output async for output in outputs]  # FINAL_ONLY: one, when all samples have ended
+        try:
+            (final,) = [output async for output in outputs]  # FINAL_ONLY: one, when all samples have ended
+        except EngineDeadError as error:
+            raise _failed(error) from error
         sequences = [_sequence(output) for output in sorted(final.outputs, key=lambda output: output.index)]
         return SampleResponse(
             sequences=sequences * copies,
             prompt_logprobs=_prompt_logprobs(final) if request.prompt_logprobs else None,
             topk_prompt_logprobs=_topk(final, request.topk_prompt_logprobs) if request.topk_prompt_logprobs else None,
         )
+
+    async def check_health(self, timeout_s: float) -> None:
+        processes = psutil.Process().children(recursive=True)
+        before = active_seconds(processes)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._engine.collective_rpc("answer")
+        except EngineDeadError as error:
+            raise _failed(error) from error
+        except TimeoutError as error:
+            # It answers between two steps, and on CPU one step may take long. A GPU's never do.
+            computes = active_seconds(processes) - before > MIN_ACTIVE * timeout_s and not is_stopped(processes)
+            if not (computes and vllm.platforms.current_platform.is_cpu()):
+                raise ReplicaFailedError(f"vLLM's engine did not answer for {timeout_s:g} s, nor did it compute.") from error
+
+    def num_unfinished(self) -> int:
+        return self._engine.output_processor.get_num_unfinished_requests()
 
     def shutdown(self) -> None:
         self._engine.shutdown()
@@ -97,21 +141,31 @@ class VllmEngine:
         )
 
 
-def engine_arguments(folder: Path, config: SamplingConfig) -> dict[str, Any]:
+def _failed(error: EngineDeadError) -> ReplicaFailedError:
+    return ReplicaFailedError(f"vLLM's engine has ended: {error}")
+
+
+def engine_arguments(
+    folder: Path, config: SamplingConfig, share: CoreShare = WHOLE_NODE, *, with_adapters: bool = True
+) -> dict[str, Any]:
     """vLLM's arguments for `config` on this node. Raises `PlacementError` when the node lacks the memory."""
     arguments: dict[str, Any] = {
         "model": str(folder),
         "dtype": config.dtype_for(folder),
-        "enable_lora": True,
-        "max_loras": config.max_loras,
-        "max_lora_rank": config.max_lora_rank,
-        "max_cpu_loras": max(config.max_loras, config.max_live_versions),
+        "tensor_parallel_size": config.tensor_parallel_size,
         "max_num_seqs": config.max_num_seqs,
         "max_model_len": config.max_model_len,
         "enable_prefix_caching": True,
         "worker_extension_cls": "raysessions.actors.engines.vllm_worker.AdapterWorker",
         "disable_log_stats": True,
     }
+    if with_adapters:
+        arguments |= {
+            "enable_lora": True,
+            "max_loras": config.max_loras,
+            "max_lora_rank": config.max_lora_rank,
+            "max_cpu_loras": config.max_resident_loras,
+        }
     if vllm.platforms.current_platform.is_cpu():
         kv_cache_bytes = int((config.kv_cache_gib or DEFAULT_KV_CACHE_GIB) * GIB)
         _check_memory(folder, kv_cache_bytes)
@@ -128,8 +182,9 @@ def engine_arguments(folder: Path, config: SamplingConfig) -> dict[str, Any]:
         }
         if vllm_plugin.is_installed():
             arguments["ir_op_priority"] = cpu_kernels.IR_OP_PRIORITY
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = _cores(config.num_threads)
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = _cores(config.num_threads, share, config.tensor_parallel_size)
     elif config.gpu_memory_utilization is not None:
+        _check_gpu_memory(config.gpu_memory_utilization)
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
     return arguments | config.engine_kwargs
 
@@ -145,10 +200,32 @@ def _check_memory(folder: Path, kv_cache_bytes: int) -> None:
         )
 
 
-def _cores(num_threads: int | None) -> str:
-    """The cores to bind to, as vLLM wants them named. Unbound, its worker keeps to one thread."""
+def _check_gpu_memory(utilization: float) -> None:
+    """Asks the driver, not torch, which would keep memory on the GPU for this process."""
+    from vllm.third_party import pynvml
+
+    pynvml.nvmlInit()
+    device = vllm.platforms.current_platform.device_id_to_physical_device_id(0)
+    memory = pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(device))
+    needed, free = utilization * memory.total, memory.free
+    if needed > free:
+        raise PlacementError(
+            f"SamplingConfig.gpu_memory_utilization={utilization:g} takes {needed / GIB:.1f} of the GPU's "
+            f"{memory.total / GIB:.1f} GiB, and {free / GIB:.1f} are free. Lower it to at most {free / memory.total:.2f}, or "
+            "give the sampler another GPU."
+        )
+
+
+def _cores(num_threads: int | None, share: CoreShare, num_processes: int) -> str:
+    """The cores to bind to, as vLLM wants them named: a list for each of its worker processes. Unbound, one keeps to one
+    thread."""
     cores = sorted(os.sched_getaffinity(0))
-    return ",".join(str(core) for core in cores[:num_threads])
+    count = num_threads or max(1, len(cores) // share.count)
+    first = share.index * count
+    own = [cores[(first + i) % len(cores)] for i in range(min(count, len(cores)))]
+    per_process = max(1, len(own) // num_processes)
+    starts = [i * per_process % len(own) for i in range(num_processes)]
+    return "|".join(",".join(map(str, own[start : start + per_process])) for start in starts)
 
 
 def _split_stop(params: SamplingParams) -> tuple[list[str], list[int]]:

@@ -10,6 +10,9 @@ vllm_plugin.register()
 class AdapterWorker:
     """Mixed into vLLM's Worker through its `worker_extension_cls`; called with `collective_rpc`."""
 
+    def answer(self) -> None:
+        """Says that the worker is there, between two steps."""
+
     def count_bound_modules(self, adapter_id: int) -> int:
         """Linear layers of the model that the adapter `adapter_id` changes; 0 when it is not loaded.
 

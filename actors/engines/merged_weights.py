@@ -1,0 +1,55 @@
+"""A base model with an adapter's change added to its weights, as a Hugging Face folder of its own."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from raysessions.actors.engines.adapter_files import adapter_tensors
+from raysessions.actors.protocol import AdapterWeights
+from raysessions.errors import SamplingPoolError
+
+_PEFT_PREFIX = "base_model.model."
+
+
+def write_merged(base: Path, adapter: AdapterWeights, folder: Path) -> None:
+    """Writes the merged model into the empty `folder`, one of the base's files at a time.
+
+    Always from the pristine base, W + alpha / rank · B A in float32 and rounded once to the base's dtype: merging into merged
+    weights would round each time.
+    """
+    changes = _changes(adapter)
+    for file in sorted(base.iterdir()):
+        if file.suffix == ".safetensors":
+            _write_file(file, changes, folder / file.name)
+        elif file.is_file():
+            shutil.copy(file, folder / file.name)
+    if changes:
+        raise SamplingPoolError(f"The base model in {base} has no weights named {sorted(changes)[:3]}…: it cannot be merged.")
+
+
+def _changes(adapter: AdapterWeights) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """alpha / rank · B, and A, by the name of the weights they change. float32."""
+    tensors = adapter_tensors(adapter)
+    modules = [name.removesuffix(".lora_A.weight") for name in tensors if name.endswith(".lora_A.weight")]
+    scale = adapter.alpha / adapter.rank
+    return {
+        f"{module.removeprefix(_PEFT_PREFIX)}.weight": (
+            tensors[f"{module}.lora_B.weight"].float() * scale,
+            tensors[f"{module}.lora_A.weight"].float(),
+        )
+        for module in modules
+    }
+
+
+def _write_file(source: Path, changes: dict[str, tuple[torch.Tensor, torch.Tensor]], target: Path) -> None:
+    with safe_open(source, framework="pt") as weights:
+        tensors = {name: weights.get_tensor(name) for name in weights.keys()}  # noqa: SIM118 - not a dict
+        for name in tensors.keys() & changes.keys():
+            b, a = changes.pop(name)
+            tensors[name] = (tensors[name].float() + b @ a).to(tensors[name].dtype)
+        save_file(tensors, target, metadata=weights.metadata())

@@ -1,0 +1,51 @@
+"""A sampling pool seen from the tests: its processes, and adapters that force a token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import psutil
+import ray
+
+import raysessions as rs
+from raysessions.actors.protocol import PoolStatus
+
+NO_CPU = {"num_cpus": 0}
+"""Actor options: the machine has two CPUs, and the resident session's actors have them."""
+TRAINING = rs.TrainingConfig(actor_options=NO_CPU)
+PROMPT = rs.ModelInput.from_ints(list(range(40, 70)))
+
+
+SURE = -0.02
+"""Logprob that makes a token the greedy one, nats."""
+
+
+def status(training: rs.TrainingClient) -> PoolStatus:
+    return ray.get(training._pool.status.remote())
+
+
+def greedy(max_tokens: int = 20) -> rs.SamplingParams:
+    return rs.SamplingParams(max_tokens=max_tokens, temperature=0.0, stop=[])
+
+
+def sampling_actors() -> set[int]:
+    """Process ids of all replicas on this machine."""
+    return {p.pid for p in psutil.process_iter(["name"]) if (p.info["name"] or "").startswith("ray::SamplingActor")}
+
+
+def teach(training: rs.TrainingClient, token: int) -> None:
+    """Trains until the session is sure to answer PROMPT with `token`, again and again."""
+    answer = [token] * 20
+    data = [rs.datum_for_supervised([*PROMPT.to_ints(), *answer], [0.0] * PROMPT.length + [1.0] * len(answer))]
+    for _ in range(200):
+        output = training.forward_backward(data).result()
+        if output.loss_fn_outputs[0]["logprobs"].to_numpy()[-len(answer) :].min() > SURE:
+            break
+        training.optim_step(rs.AdamParams(learning_rate=2e-2)).result()
+    else:
+        raise AssertionError(f"token {token} was not learnt")
+
+
+def tokens_of(futures: Sequence[rs.APIFuture], timeout: float = 120) -> list[list[int]]:  # type: ignore[type-arg]
+    """Of every sequence that the samples returned."""
+    return [sequence.tokens for future in futures for sequence in future.result(timeout=timeout).sequences]
