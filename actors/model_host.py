@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from raysessions.actors.op_queue import Entry, OpQueue
+from raysessions.actors.op_queue import Entry, OpQueue, Slots
+from raysessions.actors.phases import TrainingPhases
 from raysessions.actors.protocol import AdapterFacts, ModelFacts
 from raysessions.actors.training_group import TrainingGroup
 from raysessions.config import LoraConfig, TrainingConfig
@@ -38,15 +39,19 @@ class ModelHost:
     _facts: ModelFacts
     _worker: asyncio.Task[None]
 
-    def __init__(self, base_model: str, config: TrainingConfig, pool: Any) -> None:
+    def __init__(self, base_model: str, config: TrainingConfig, pool: Any, *, takes_turns: bool) -> None:
+        """`takes_turns`: training and sampling do not compute at the same time (`SamplingConfig.sleep`)."""
         self._base_model = base_model
         self._config = config
         self._pool = pool
+        self._takes_turns = takes_turns
         self._queue = OpQueue()
         self._sessions: dict[str, _Session] = {}
         self._opening: set[str] = set()
         self._starting: asyncio.Task[None] | None = None
         self._running: set[asyncio.Task[None]] = set()
+        self._phases: TrainingPhases | None = None
+        self._slots = Slots(DISPATCHED_AHEAD)
         self._phase = "placing"
 
     async def phase(self) -> str:
@@ -127,60 +132,75 @@ class ModelHost:
         self._phase = "loading"
         self._facts = await self._group.load()
         self._phase = "ready"
+        if self._takes_turns:
+            self._phases = TrainingPhases(self._pool, self._group.release_memory)
         self._worker = asyncio.create_task(self._work())
 
     async def _work(self) -> None:
         """Hands operations to the ranks for as long as the host lives."""
-        slots = asyncio.Semaphore(DISPATCHED_AHEAD)
         while True:
-            await slots.acquire()
+            await self._slots.free()
             entry = await self._queue.next()
+            if self._phases is not None:
+                await self._phases.begin()
+            self._slots.take()
             # Called here, not in the task: the ranks see operations in the order of this loop.
             try:
-                response = self._dispatch(entry, slots)
+                response = self._dispatch(entry)
             except Exception as error:
                 entry.outcome.set_exception(error)
-                slots.release()
+                self._give_back()
                 continue
-            task = asyncio.create_task(_settle(entry, response))
-            self._running.add(task)
-            task.add_done_callback(self._running.discard)
+            self._run(_settle(entry, response))
 
-    def _dispatch(self, entry: Entry, slots: asyncio.Semaphore) -> Awaitable[Any]:
+    def _run(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(coroutine)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    def _give_back(self) -> None:
+        """The ranks are done with an operation."""
+        self._slots.give_back()
+        if self._phases is not None and self._has_trained():
+            self._run(self._phases.end(self._has_trained))
+
+    def _has_trained(self) -> bool:
+        return not self._slots.taken and not self._queue.has_next()
+
+    def _dispatch(self, entry: Entry) -> Awaitable[Any]:
         """Sends the operation to the ranks. The slot is given back when the ranks are done with it."""
         match entry.op:
             case LossOp() as op:
-                return _release_after(slots, self._group.run_loss(entry.session_id, op))
+                return self._until_done(self._group.run_loss(entry.session_id, op))
             case CustomLossOp(op, loss, metrics):
-                return _with_metrics(_release_after(slots, self._group.run_loss(entry.session_id, op)), loss, metrics)
+                return _with_metrics(self._until_done(self._group.run_loss(entry.session_id, op)), loss, metrics)
             case AbandonedOp(error):
                 raise error
             case OptimStepOp(adam):
-                return _release_after(slots, self._group.optim_step(entry.session_id, adam))
+                return self._until_done(self._group.optim_step(entry.session_id, adam))
             case SaveForSamplerOp(name):
-                return self._publish(self._sessions[entry.session_id], name, slots)
+                return self._publish(self._sessions[entry.session_id], name)
             case unknown:
                 raise SessionError(f"Unknown operation {type(unknown).__name__}: client and cluster differ in version.")
 
-    def _publish(self, session: _Session, name: str, slots: asyncio.Semaphore) -> Awaitable[Any]:
+    async def _until_done(self, response: Awaitable[Any]) -> Any:
+        try:
+            return await response
+        finally:
+            self._give_back()
+
+    def _publish(self, session: _Session, name: str) -> Awaitable[Any]:
         session.last_version += 1
         uri = VersionUri(session.info.session_id, session.last_version)
         weights = self._group.export_adapter(session.info.session_id)
         published = self._pool.publish.remote(uri, (weights,), session.facts.num_modules)
-        slots.release()  # the export is in the ranks' queue; what follows does not need them
+        self._give_back()  # the export is in the ranks' queue; what follows does not need them
 
         async def respond() -> SaveWeightsForSamplerResponse:
             await published
             return SaveWeightsForSamplerResponse(path=str(uri), version=uri.version, name=name)
 
         return respond()
-
-
-async def _release_after(slots: asyncio.Semaphore, response: Awaitable[Any]) -> Any:
-    try:
-        return await response
-    finally:
-        slots.release()
 
 
 async def _with_metrics(

@@ -117,6 +117,10 @@ class OpQueue:
             self._changed.clear()
             await self._changed.wait()
 
+    def has_next(self) -> bool:
+        """Whether an operation could run now."""
+        return any(self._head(session) is not None for session in self._sessions.values())
+
     def _take(self) -> Entry | None:
         """The next operation of the session whose turn it is: the first in line."""
         heads = {session_id: head for session_id, session in self._sessions.items() if (head := self._head(session))}
@@ -158,6 +162,28 @@ class OpQueue:
         if session_id not in self._sessions:
             raise SessionStoppedError(f"Session {session_id} was stopped, or never was. Create a new one.")
         return self._sessions[session_id]
+
+
+class Slots:
+    """How many operations the ranks may have at the same time."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._changed = asyncio.Event()
+        self.taken = 0
+
+    async def free(self) -> None:
+        """Waits until one is free."""
+        while self.taken >= self._count:
+            self._changed.clear()
+            await self._changed.wait()
+
+    def take(self) -> None:
+        self.taken += 1
+
+    def give_back(self) -> None:
+        self.taken -= 1
+        self._changed.set()
 
 
 def _new_outcome() -> asyncio.Future[Any]:

@@ -147,6 +147,9 @@ class TrainingEngine(Protocol):
 
     def export_adapter(self, session_id: str) -> AdapterWeights: ...
 
+    def release_memory(self) -> None:
+        """Gives back what is only kept for the next operation."""
+
 
 class SamplingEngine(Protocol):
     """A base model that generates, with adapters added and removed while it does."""
@@ -161,6 +164,11 @@ class SamplingEngine(Protocol):
 
     async def check_health(self, timeout_s: float) -> None:
         """Raises `ReplicaFailedError` when the engine is dead, or neither answers nor computes for `timeout_s`."""
+
+    async def sleep(self) -> None:
+        """Gives the GPU's memory back until `wake_up`; nothing may be sampled or added meanwhile."""
+
+    async def wake_up(self) -> None: ...
 
     def num_unfinished(self) -> int:
         """Requests that the engine has."""

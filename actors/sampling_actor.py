@@ -59,6 +59,12 @@ class SamplingActor:
     async def check_health(self, timeout_s: float) -> None:
         await self._engine.check_health(timeout_s)
 
+    async def sleep(self) -> None:
+        await self._engine.sleep()
+
+    async def wake_up(self) -> None:
+        await self._engine.wake_up()
+
     async def num_unfinished(self) -> int:
         return self._engine.num_unfinished()
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import ray
 
 from raysessions.actors.leases import is_held, new_lease
+from raysessions.actors.phases import SamplingPhases
 from raysessions.actors.protocol import AdapterWeights, ModelFacts, PoolStatus, ReplicaFailedError
 from raysessions.actors.sampling_queue import RequestQueue, Ticket
 from raysessions.actors.sampling_replica import Replica
@@ -46,6 +49,7 @@ class SamplingPool:
             changed=self._dispatch,
             ruined=self._fail,
         )
+        self._phases = SamplingPhases()
         self._starting: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -74,8 +78,9 @@ class SamplingPool:
         bound: list[Replica] = []
         try:
             await self._replicas.any_serving()
+            await self._phases.wait()
             while missing := [replica for replica in self._replicas.serving if replica not in bound]:
-                await asyncio.gather(*(_bind(replica, version) for replica in missing))
+                await asyncio.gather(*(_call(replica, replica.bind, version) for replica in missing))
                 bound += missing
         except BaseException:
             self._versions.retire(version)
@@ -119,6 +124,18 @@ class SamplingPool:
         for version in self._versions.of_session(session_id):
             self._versions.retire(version)
         self._free_retired()
+
+    async def rest(self, host_id: str) -> None:
+        """A host wants to train: returns when what was begun has been answered and the engines sleep."""
+        self._phases.rest(host_id)
+        await asyncio.gather(*(_rest(replica) for replica in self._replicas.serving))
+
+    async def resume(self, host_id: str) -> None:
+        """A host has nothing to train any more. The last one wakes the engines."""
+        if self._phases.resume(host_id):
+            await asyncio.gather(*(_call(replica, replica.wake_up) for replica in self._replicas.serving))
+            self._phases.awake()
+            self._dispatch()
 
     async def status(self) -> PoolStatus:
         return PoolStatus(len(self._queue), len(self._versions), [replica.status() for replica in self._replicas.serving])
@@ -188,6 +205,8 @@ class SamplingPool:
             pass
 
     def _choose(self, ticket: Ticket[Replica]) -> Replica | None:
+        if not self._phases.may_sample:
+            return None
         with_room = [replica for replica in self._replicas.serving if replica.has_room()]
         if admitting := [replica for replica in with_room if replica.admits(ticket.adapter_id)]:
             replica = choose(admitting, ticket.blocks)
@@ -204,12 +223,18 @@ class SamplingPool:
             for version in sorted(missing, key=lambda version: version.adapter_id):
                 await replica.bind(version)
             bound |= missing
+        if not self._phases.may_sample:
+            await replica.sleep()
 
     def _free_retired(self) -> None:
         for replica in self._replicas.serving:
-            task = asyncio.create_task(_unbind_retired(replica))
+            task = asyncio.create_task(self._unbind_retired(replica))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+
+    async def _unbind_retired(self, replica: Replica) -> None:
+        await self._phases.wait()
+        await _call(replica, replica.unbind_retired)
 
     def _fail(self, error: SamplingPoolError) -> None:
         """No replica is left: what waits fails, and the next request starts the pool again."""
@@ -217,15 +242,14 @@ class SamplingPool:
         self._queue.fail(error)
 
 
-async def _bind(replica: Replica, version: Version) -> None:
-    try:
-        await replica.bind(version)
-    except ReplicaFailedError as error:
-        replica.fail(error)  # its successor gets all live versions before it serves
+async def _rest(replica: Replica) -> None:
+    await replica.idle()
+    await _call(replica, replica.sleep)
 
 
-async def _unbind_retired(replica: Replica) -> None:
+async def _call(replica: Replica, method: Callable[..., Awaitable[None]], *args: Any) -> None:
+    """A replica that fails at it is replaced, and its successor made fit before it serves."""
     try:
-        await replica.unbind_retired()
+        await method(*args)
     except ReplicaFailedError as error:
         replica.fail(error)

@@ -123,6 +123,12 @@ class Replica:
         """Requests that the engine itself has."""
         return await _answered(self.actor.num_unfinished.remote())
 
+    async def sleep(self) -> None:
+        await _answered(self.actor.sleep.remote())
+
+    async def wake_up(self) -> None:
+        await _answered(self.actor.wake_up.remote())
+
     # Its adapters
 
     async def bind(self, version: Version) -> None:

@@ -88,7 +88,15 @@ class SessionManager:
         self._sessions[request.session_id] = _Session(
             driver_id, request.token, pool.key, request.base_model, request.sampling, host_key
         )
-        host = _get_or_create(self._hosts, host_key, ModelHost, request.base_model, request.training, pool.actor)
+        host = _get_or_create(
+            self._hosts,
+            host_key,
+            ModelHost,
+            request.base_model,
+            request.training,
+            pool.actor,
+            takes_turns=request.sampling.sleep,
+        )
         host.users.add(request.session_id)
         info = await self._or_stop(request.session_id, host.actor.open_session.remote(request.session_id, request.lora))
         return host.actor, pool.actor, info
@@ -212,9 +220,9 @@ def _key(base_model: str, *configs: TrainingConfig | SamplingConfig) -> str:
     return "\n".join([base_model, *(config.model_dump_json() for config in configs)])
 
 
-def _get_or_create(table: dict[str, _Shared], key: str, cls: type, *args: Any) -> _Shared:
+def _get_or_create(table: dict[str, _Shared], key: str, cls: type, *args: Any, **kwargs: Any) -> _Shared:
     if key not in table:
-        table[key] = _Shared(light_actor(cls).remote(*args))
+        table[key] = _Shared(light_actor(cls).remote(*args, **kwargs))
     return table[key]
 
 

@@ -62,6 +62,9 @@ class TrainingActor:
     def export_adapter(self, session_id: str) -> AdapterWeights:
         return self._engine.export_adapter(session_id)
 
+    def release_memory(self) -> None:
+        self._engine.release_memory()
+
 
 def _free_port() -> int:
     with socket.socket() as probe:

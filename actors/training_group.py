@@ -62,6 +62,9 @@ class TrainingGroup:
         """The adapter as an object in the store, by reference: the host never holds the weights. Every rank has them."""
         return self._ranks[0].export_adapter.remote(session_id)
 
+    def release_memory(self) -> Awaitable[None]:
+        return _first(self._together([rank.release_memory.remote() for rank in self._ranks]))
+
     def stop(self) -> None:
         self._placed.end()
 

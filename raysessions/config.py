@@ -108,6 +108,10 @@ class SamplingConfig(ActorConfig):
     """Memory for the KV cache of one replica on CPU, GiB. None: 2. On GPU use gpu_memory_utilization."""
     gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
     """Share of one GPU's memory that a replica takes. None: vLLM's default."""
+    sleep: bool = False
+    """Training and sampling take turns: while operations train, samples wait and vLLM's memory on the GPU is free for the
+    ranks on it (vLLM's sleep level 1, weights go to CPU memory); training begins when the samples begun have been answered.
+    On CPU they take turns alike, and memory is kept."""
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vLLM's AsyncEngineArgs."""
 

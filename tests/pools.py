@@ -16,7 +16,7 @@ TRAINING = rs.TrainingConfig(actor_options=NO_CPU)
 PROMPT = rs.ModelInput.from_ints(list(range(40, 70)))
 
 
-SURE = -0.02
+SURE = -0.2
 """Logprob that makes a token the greedy one, nats."""
 
 

@@ -51,6 +51,7 @@ class VllmEngine:
             self._engine = AsyncLLM.from_engine_args(vllm.AsyncEngineArgs(**arguments))
         model = self._engine.model_config
         self.facts = ModelFacts(model.get_vocab_size(), model.max_model_len, str(model.dtype).removeprefix("torch."))
+        self._can_sleep = config.sleep and not vllm.platforms.current_platform.is_cpu()
         self._files = AdapterFiles()
         self._files.note_buffers(process.pid for process in psutil.Process().children(recursive=True))
         self._adapters: dict[int, LoRARequest] = {}
@@ -112,6 +113,14 @@ class VllmEngine:
             computes = active_seconds(processes) - before > MIN_ACTIVE * timeout_s and not is_stopped(processes)
             if not (computes and vllm.platforms.current_platform.is_cpu()):
                 raise ReplicaFailedError(f"vLLM's engine did not answer for {timeout_s:g} s, nor did it compute.") from error
+
+    async def sleep(self) -> None:
+        if self._can_sleep:
+            await self._engine.sleep(level=1)
+
+    async def wake_up(self) -> None:
+        if self._can_sleep:
+            await self._engine.wake_up()
 
     def num_unfinished(self) -> int:
         return self._engine.output_processor.get_num_unfinished_requests()
@@ -183,9 +192,11 @@ def engine_arguments(
         if vllm_plugin.is_installed():
             arguments["ir_op_priority"] = cpu_kernels.IR_OP_PRIORITY
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = _cores(config.num_threads, share, config.tensor_parallel_size)
-    elif config.gpu_memory_utilization is not None:
-        _check_gpu_memory(config.gpu_memory_utilization)
-        arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
+    else:
+        arguments["enable_sleep_mode"] = config.sleep
+        if config.gpu_memory_utilization is not None:
+            _check_gpu_memory(config.gpu_memory_utilization)
+            arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
     return arguments | config.engine_kwargs
 
 
