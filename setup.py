@@ -9,7 +9,7 @@ CLIENT = [
     "numpy>=2.0",
     "pydantic>=2.12",
     "pyarrow>=20",
-    "safetensors>=0.6.2",
+    "safetensors>=0.8",
     "transformers>=5.16.1,<5.20",
     "rich>=13",
 ]

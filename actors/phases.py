@@ -46,6 +46,8 @@ class SamplingPhases:
     def __init__(self) -> None:
         self._training: set[str] = set()
         """The hosts that train."""
+        self.changing = asyncio.Lock()
+        """Held while engines fall asleep or wake up."""
         self._may_sample = asyncio.Event()
         self._may_sample.set()
 
@@ -61,11 +63,14 @@ class SamplingPhases:
         self._training.add(host_id)
         self._may_sample.clear()
 
-    def resume(self, host_id: str) -> bool:
-        """Whether it was the last host that trained."""
+    def resume(self, host_id: str) -> None:
         self._training.discard(host_id)
-        return not self._training
+
+    @property
+    def is_training(self) -> bool:
+        return bool(self._training)
 
     def awake(self) -> None:
+        """The engines are."""
         if not self._training:
             self._may_sample.set()

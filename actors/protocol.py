@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from raysessions.actors.maths.metrics import Part
+from raysessions.adapter_weights import AdapterWeights
 from raysessions.batch import Batch
 from raysessions.config import LoraConfig
 from raysessions.errors import SamplingPoolError, TrainingGroupError
@@ -60,6 +61,8 @@ class ReplicaStatus:
     """What a sampler replica is doing."""
 
     node_id: str
+    pid: int
+    """Of its actor's process."""
     num_sequences: int
     """Asked of it and not answered."""
     outstanding_tokens: int
@@ -112,24 +115,6 @@ class LossResult:
     """float32, of the same shape."""
     metrics: list[dict[str, Part]]
     """One record per micro-batch."""
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterWeights:
-    """A LoRA adapter on its way to the samplers: one flat array and what lies where."""
-
-    flat: np.ndarray
-    """float32, or uint16 holding the bits of bfloat16; shape (num_parameters,)."""
-    entries: tuple[tuple[str, tuple[int, ...]], ...]
-    """PEFT tensor name and shape, in the order of `flat`."""
-    rank: int
-    alpha: float
-    target_modules: tuple[str, ...]
-    num_modules: int
-
-    @property
-    def dtype(self) -> str:
-        return "bfloat16" if self.flat.dtype == np.uint16 else "float32"
 
 
 class TrainingEngine(Protocol):

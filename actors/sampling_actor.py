@@ -31,8 +31,9 @@ class SamplingActor:
     async def ping(self) -> None:
         """Answers once the process has a place."""
 
-    async def node_id(self) -> str:
-        return ray.get_runtime_context().get_node_id()
+    async def whereabouts(self) -> tuple[str, int]:
+        """The node and the process."""
+        return ray.get_runtime_context().get_node_id(), os.getpid()
 
     async def load(self, share: CoreShare) -> ModelFacts:
         # Ray sets it to the actor's num_cpus; vLLM gives its worker the cores that the engine binds, and its other

@@ -10,12 +10,14 @@ import ray
 
 from raysessions.actors.leases import is_held, new_lease
 from raysessions.actors.phases import SamplingPhases
-from raysessions.actors.protocol import AdapterWeights, ModelFacts, PoolStatus, ReplicaFailedError
+from raysessions.actors.protocol import ModelFacts, PoolStatus, ReplicaFailedError
 from raysessions.actors.sampling_queue import RequestQueue, Ticket
 from raysessions.actors.sampling_replica import Replica
 from raysessions.actors.sampling_replicas import ReplicaSet
 from raysessions.actors.sampling_router import blocks_of, choose
 from raysessions.actors.sampling_versions import Version, Versions
+from raysessions.actors.version_copies import VersionCopies
+from raysessions.adapter_weights import AdapterWeights
 from raysessions.config import SamplingConfig
 from raysessions.errors import RequestTimeoutError, SamplingPoolError
 from raysessions.models import local_folder, tokenizer_files
@@ -33,11 +35,20 @@ class SamplingPool:
     """An async actor. A version is visible when every replica has bound it whole, and then never changes."""
 
     def __init__(
-        self, base_model: str, config: SamplingConfig, merged: tuple[VersionUri, AdapterWeights] | None = None
+        self,
+        base_model: str,
+        config: SamplingConfig,
+        registry: str | None,
+        merged: tuple[VersionUri, AdapterWeights] | None = None,
     ) -> None:
-        """`merged`: a version to serve merged into the base model; the pool then answers from that alone."""
+        """
+        Args:
+            registry: where live versions are copied to.
+            merged: a version to serve merged into the base model; the pool then answers from that alone.
+        """
         self._base_model = base_model
         self._config = config
+        self._copies = VersionCopies(registry)
         self._merged_uri = None if merged is None else merged[0]
         self._versions = Versions(config.max_live_versions, is_held)
         self._queue: RequestQueue[Replica] = RequestQueue(config.max_queued_requests)
@@ -45,6 +56,7 @@ class SamplingPool:
             base_model,
             config,
             None if merged is None else (ray.put(merged[1]),),
+            self._copies.read,
             prepare=self._bind_live,
             changed=self._dispatch,
             ruined=self._fail,
@@ -86,8 +98,8 @@ class SamplingPool:
             self._versions.retire(version)
             self._free_retired()
             raise
-        self._versions.add(version)
-        self._free_retired()
+        self._forget(self._versions.add(version))
+        self._copies.write(version)
 
     async def sample(self, client_id: str, uri: VersionUri | None, request: SampleRequest) -> SampleResponse:
         """Samples from the version `uri`, or from the base model. Raises `SamplerExpiredError` once it is retired,
@@ -121,21 +133,22 @@ class SamplingPool:
         return self._versions.get(uri).weights
 
     async def drop_session(self, session_id: str) -> None:
-        for version in self._versions.of_session(session_id):
-            self._versions.retire(version)
-        self._free_retired()
+        self._forget([self._versions.retire(version) for version in self._versions.of_session(session_id)])
 
     async def rest(self, host_id: str) -> None:
         """A host wants to train: returns when what was begun has been answered and the engines sleep."""
         self._phases.rest(host_id)
-        await asyncio.gather(*(_rest(replica) for replica in self._replicas.serving))
+        async with self._phases.changing:
+            await asyncio.gather(*(_rest(replica) for replica in self._replicas.serving))
 
     async def resume(self, host_id: str) -> None:
         """A host has nothing to train any more. The last one wakes the engines."""
-        if self._phases.resume(host_id):
-            await asyncio.gather(*(_call(replica, replica.wake_up) for replica in self._replicas.serving))
-            self._phases.awake()
-            self._dispatch()
+        self._phases.resume(host_id)
+        async with self._phases.changing:
+            if not self._phases.is_training:
+                await asyncio.gather(*(_call(replica, replica.wake_up) for replica in self._replicas.serving))
+                self._phases.awake()
+        self._dispatch()
 
     async def status(self) -> PoolStatus:
         return PoolStatus(len(self._queue), len(self._versions), [replica.status() for replica in self._replicas.serving])
@@ -226,15 +239,16 @@ class SamplingPool:
         if not self._phases.may_sample:
             await replica.sleep()
 
+    def _forget(self, retired: list[Version]) -> None:
+        for version in retired:
+            self._copies.delete(version)
+        self._free_retired()
+
     def _free_retired(self) -> None:
         for replica in self._replicas.serving:
-            task = asyncio.create_task(self._unbind_retired(replica))
+            task = asyncio.create_task(_call(replica, replica.unbind_retired))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-
-    async def _unbind_retired(self, replica: Replica) -> None:
-        await self._phases.wait()
-        await _call(replica, replica.unbind_retired)
 
     def _fail(self, error: SamplingPoolError) -> None:
         """No replica is left: what waits fails, and the next request starts the pool again."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import ray
+from ray.exceptions import ObjectLostError
 
 from raysessions.actors.answer import answer
 from raysessions.actors.placement import Placed, place_engine_actors
@@ -19,6 +21,10 @@ from raysessions.actors.sampling_versions import Version
 from raysessions.config import SamplingConfig
 from raysessions.errors import SamplingPoolError
 from raysessions.types import SampleResponse
+from raysessions.uris import VersionUri
+
+ReadCopy = Callable[[VersionUri], Awaitable[tuple[ray.ObjectRef]]]
+"""Fetches a version's weights from the registry."""
 
 PROBE_EVERY_S = 1.0
 STUCK_AFTER_S = 8.0
@@ -33,14 +39,17 @@ the pool, where it can still go to another replica, or behind a client that had 
 class Replica:
     """A SamplingActor with the requests it has. The pool reserves a place for a request, then lets it run."""
 
-    def __init__(self, placed: Placed, node_id: str, config: SamplingConfig) -> None:
+    def __init__(self, placed: Placed, node_id: str, pid: int, config: SamplingConfig, read_copy: ReadCopy) -> None:
         self._placed = placed
         (self.actor,) = placed.actors
         self.node_id = node_id
+        self._pid = pid
         self._config = config
+        self._read_copy = read_copy
         self._resident: OrderedDict[int, Version] = OrderedDict()
         """Adapters that the engine has loaded, the least recently used first."""
         self._loading = asyncio.Lock()
+        self._is_asleep = False
         self._in_flight: Counter[int] = Counter()
         """Requests of each adapter."""
         self._closing: int | None = None
@@ -53,9 +62,12 @@ class Replica:
         self.prefixes = PrefixIndex()
 
     @classmethod
-    async def place(cls, base_model: str, config: SamplingConfig, merged: tuple[ray.ObjectRef] | None) -> Replica:
+    async def place(
+        cls, base_model: str, config: SamplingConfig, merged: tuple[ray.ObjectRef] | None, read_copy: ReadCopy
+    ) -> Replica:
         placed = await place_engine_actors(SamplingActor, base_model, config, merged, config=config, is_async=True)
-        return cls(placed, await _answered(placed.actors[0].node_id.remote()), config)
+        node_id, pid = await _answered(placed.actors[0].whereabouts.remote())
+        return cls(placed, node_id, pid, config, read_copy)
 
     async def load(self, share: CoreShare) -> ModelFacts:
         return await _answered(self.actor.load.remote(share))
@@ -117,17 +129,25 @@ class Replica:
         await self._idle.wait()
 
     def status(self) -> ReplicaStatus:
-        return ReplicaStatus(self.node_id, self._num_sequences, self.outstanding_tokens, sorted(self._resident))
+        return ReplicaStatus(self.node_id, self._pid, self._num_sequences, self.outstanding_tokens, sorted(self._resident))
 
     async def num_unfinished(self) -> int:
         """Requests that the engine itself has."""
         return await _answered(self.actor.num_unfinished.remote())
 
     async def sleep(self) -> None:
-        await _answered(self.actor.sleep.remote())
+        """Gives its GPU memory back until `wake_up`. No adapter comes or goes meanwhile. Safe to call again."""
+        if not self._is_asleep:
+            await self._loading.acquire()
+            self._is_asleep = True
+            await _answered(self.actor.sleep.remote())
 
     async def wake_up(self) -> None:
-        await _answered(self.actor.wake_up.remote())
+        """Safe to call again."""
+        if self._is_asleep:
+            await _answered(self.actor.wake_up.remote())
+            self._is_asleep = False
+            self._loading.release()
 
     # Its adapters
 
@@ -140,7 +160,7 @@ class Replica:
             if version.adapter_id in self._resident:
                 return
             await self._evict(self._config.max_resident_loras - 1)
-            bound = await _answered(self.actor.add_adapter.remote(version.adapter_id, str(version.uri), version.weights))
+            bound = await self._add(version)
             if bound != version.num_modules:
                 await _answered(self.actor.remove_adapter.remote(version.adapter_id))
                 raise SamplingPoolError(
@@ -148,6 +168,13 @@ class Replica:
                     "follow the trained weights. Choose target_modules that vLLM's model supports."
                 )
             self._resident[version.adapter_id] = version
+
+    async def _add(self, version: Version) -> int:
+        try:
+            return await _answered(self.actor.add_adapter.remote(version.adapter_id, str(version.uri), version.weights))
+        except ObjectLostError:  # with its owner, the session's host, or with a node
+            version.weights = await self._read_copy(version.uri)
+            return await _answered(self.actor.add_adapter.remote(version.adapter_id, str(version.uri), version.weights))
 
     async def unbind_retired(self) -> None:
         """Frees what no request needs any more."""

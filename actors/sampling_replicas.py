@@ -13,6 +13,7 @@ from raysessions.actors.protocol import CoreShare, ModelFacts
 from raysessions.actors.sampling_replica import Replica
 from raysessions.config import SamplingConfig
 from raysessions.errors import SamplingPoolError
+from raysessions.uris import VersionUri
 
 RESTART_DELAYS_S = (0.0, 2.0, 10.0, 30.0)
 """Before each attempt to bring a replica back; after the last one its seat is given up."""
@@ -46,6 +47,7 @@ class ReplicaSet:
         base_model: str,
         config: SamplingConfig,
         merged: tuple[ray.ObjectRef] | None,
+        read_copy: Callable[[VersionUri], Awaitable[tuple[ray.ObjectRef]]],
         *,
         prepare: Callable[[Replica], Awaitable[None]],
         changed: Callable[[], None],
@@ -54,6 +56,7 @@ class ReplicaSet:
         """
         Args:
             merged: the weights of the one adapter that the replicas serve, merged; None for any number side by side.
+            read_copy: of a version whose weights are gone from the object store.
             prepare: makes a loaded replica fit to serve.
             changed: called when `serving` has changed.
             ruined: called when no replica is left and none can be brought back.
@@ -61,6 +64,7 @@ class ReplicaSet:
         self._base_model = base_model
         self._config = config
         self._merged = merged
+        self._read_copy = read_copy
         self._prepare = prepare
         self._changed = changed
         self._ruined = ruined
@@ -149,7 +153,7 @@ class ReplicaSet:
             seat.replica = None
 
     async def _start(self, seat: _Seat) -> Replica:
-        replica = await Replica.place(self._base_model, self._config, self._merged)
+        replica = await Replica.place(self._base_model, self._config, self._merged, self._read_copy)
         try:
             seat.node_id = replica.node_id
             seat.placed.set()

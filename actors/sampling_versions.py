@@ -19,7 +19,8 @@ class Version:
     uri: VersionUri
     adapter_id: int
     weights: tuple[ray.ObjectRef]
-    """Of an AdapterWeights. Kept while the version lives, so that a replica can load it at any time."""
+    """Of an AdapterWeights. Kept while the version lives, so that a replica can load it at any time; lost with its owner, the
+    session's host, and then read from the registry."""
     num_modules: int
     """Layers that the adapter changes: what each replica must have bound."""
     leases: set[bytes] = field(default_factory=set)

@@ -81,8 +81,8 @@ class SessionManager:
     async def create_session(self, driver_id: str, request: SessionRequest) -> tuple[Any, Any, SessionInfo]:
         """Places and loads what is missing. Returns the host's and the pool's handle and the session's info."""
         self._check_new(driver_id, request.session_id)
-        pool = self._pool(request.base_model, request.sampling, request.session_id)
-        host_key = _key(request.base_model, request.training, request.sampling)
+        pool = self._pool(request.base_model, request.sampling, request.output_uri, request.session_id)
+        host_key = f"{pool.key}\n{request.training.model_dump_json()}"
         if not request.share:
             host_key += f"\n{request.session_id}"
         self._sessions[request.session_id] = _Session(
@@ -102,11 +102,17 @@ class SessionManager:
         return host.actor, pool.actor, info
 
     async def create_sampler(
-        self, driver_id: str, session_id: str, token: str, base_model: str, config: SamplingConfig
+        self,
+        driver_id: str,
+        session_id: str,
+        token: str,
+        base_model: str,
+        config: SamplingConfig,
+        output_uri: str | None,
     ) -> tuple[Any, ModelFacts]:
         """A pool for the base model itself. Returns its handle and the model's facts."""
         self._check_new(driver_id, session_id)
-        pool = self._pool(base_model, config, session_id)
+        pool = self._pool(base_model, config, output_uri, session_id)
         self._sessions[session_id] = _Session(driver_id, token, pool.key, base_model, config)
         return pool.actor, await self._or_stop(session_id, pool.actor.start.remote())
 
@@ -121,7 +127,7 @@ class SessionManager:
         (weights,) = await answer(self._pools[source.pool_key].actor.weights.remote(uri), if_dead=START_INTERRUPTED)
         pool_key = f"merged\n{session_id}"
         merged = (uri, await weights)
-        pool = _get_or_create(self._pools, pool_key, SamplingPool, source.base_model, config or source.sampling, merged)
+        pool = _get_or_create(self._pools, pool_key, SamplingPool, source.base_model, config or source.sampling, None, merged)
         pool.users.add(session_id)
         self._sessions[session_id] = _Session(driver_id, token, pool_key, source.base_model, config or source.sampling)
         return pool.actor, await self._or_stop(session_id, pool.actor.start.remote())
@@ -195,9 +201,9 @@ class SessionManager:
         if session_id in self._sessions:
             raise ConfigError(f"A session named {session_id!r} is running: choose another name, or stop it first.")
 
-    def _pool(self, base_model: str, config: SamplingConfig, session_id: str) -> _Pool:
-        key = _key(base_model, config)
-        shared = _get_or_create(self._pools, key, SamplingPool, base_model, config)
+    def _pool(self, base_model: str, config: SamplingConfig, output_uri: str | None, session_id: str) -> _Pool:
+        key = f"{_key(base_model, config)}\n{output_uri or ''}"
+        shared = _get_or_create(self._pools, key, SamplingPool, base_model, config, output_uri)
         shared.users.add(session_id)
         return _Pool(key, shared.actor)
 

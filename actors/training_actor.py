@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import ray
 
-from raysessions.actors.protocol import AdapterFacts, AdapterWeights, Address, LossResult, ModelFacts, Seat
+from raysessions.actors.protocol import AdapterFacts, Address, LossResult, ModelFacts, Seat
 from raysessions.actors.threads import limit_threads
+from raysessions.adapter_weights import AdapterWeights
 from raysessions.batch import Batch
 from raysessions.config import LoraConfig, TrainingConfig
 from raysessions.models import local_folder

@@ -107,7 +107,7 @@ class SamplingConfig(ActorConfig):
     kv_cache_gib: float | None = Field(default=None, gt=0)
     """Memory for the KV cache of one replica on CPU, GiB. None: 2. On GPU use gpu_memory_utilization."""
     gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
-    """Share of one GPU's memory that a replica takes. None: vLLM's default."""
+    """Share of one GPU's memory that a replica takes. None: vLLM's default. Has no meaning on CPU."""
     sleep: bool = False
     """Training and sampling take turns: while operations train, samples wait and vLLM's memory on the GPU is free for the
     ranks on it (vLLM's sleep level 1, weights go to CPU memory); training begins when the samples begun have been answered.

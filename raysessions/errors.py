@@ -13,6 +13,9 @@ RaySessionsError
 │   │   └── BackPressureError        too many requests wait for a sampler
 │   ├── SamplerExpiredError          the sampler's version has been retired
 │   └── EmptyGradientError           optim_step with nothing accumulated
+├── CheckpointError                  a saved version cannot be used
+│   ├── CheckpointNotFoundError      there is none
+│   └── IntegrityError               it is not as it was written
 ├── ClusterUnreachableError          no Ray cluster answers at the address
 ├── RequestTimeoutError              not finished in time
 ├── RequestCancelledError            cancelled before it ran
@@ -72,6 +75,18 @@ class SamplerExpiredError(SessionError):
 
 class EmptyGradientError(SessionError):
     """`optim_step` was called with no gradient accumulated."""
+
+
+class CheckpointError(RaySessionsError):
+    """A saved version cannot be used."""
+
+
+class CheckpointNotFoundError(CheckpointError):
+    """There is no such version."""
+
+
+class IntegrityError(CheckpointError):
+    """A file is not as it was written."""
 
 
 class ClusterUnreachableError(RaySessionsError, ConnectionError):

@@ -108,3 +108,5 @@ class SessionRequest:
     training: TrainingConfig
     sampling: SamplingConfig
     """With max_lora_rank decided."""
+    output_uri: str | None
+    """Where the registry is; None for the cluster's default."""

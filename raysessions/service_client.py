@@ -35,6 +35,7 @@ class ServiceClient:
         self,
         address: str | None = None,
         *,
+        output_uri: str | None = None,
         training: TrainingConfig | None = None,
         sampling: SamplingConfig | None = None,
     ) -> None:
@@ -42,10 +43,13 @@ class ServiceClient:
         Args:
             address: None for the Ray cluster this process is connected to, else `RAY_ADDRESS`, else a local Ray started
                 for you; or "auto", "HOST:PORT", "ray://HOST:PORT".
+            output_uri: where versions are kept: a folder that the cluster's nodes see, or a URI that pyarrow knows (s3, gs,
+                hdfs, file). None: `$RAYSESSIONS_HOME/versions` or `~/.raysessions/versions` on the cluster.
             training: default settings of the sessions' training actors.
             sampling: default settings of the sessions' samplers.
         """
         connect(address)
+        self._output_uri = output_uri
         self._training = training or TrainingConfig()
         self._sampling = sampling or SamplingConfig()
         self._driver_id = secrets.token_hex(8)
@@ -107,6 +111,7 @@ class ServiceClient:
             share=share,
             training=training or self._training,
             sampling=(sampling or self._sampling).for_rank(rank),
+            output_uri=self._output_uri,
         )
         created = self._manager.create_session.remote(self._driver_id, request)
         host, pool, info = self._await_start(created, base_model, request.session_id, request.token, timeout_s)
@@ -138,7 +143,9 @@ class ServiceClient:
             if merged:
                 raise ConfigError("merged=True needs model_path: a base model has no adapter to merge.")
             config = (sampling or self._sampling).for_rank(1)
-            created = self._manager.create_sampler.remote(self._driver_id, session_id, token, base_model, config)
+            created = self._manager.create_sampler.remote(
+                self._driver_id, session_id, token, base_model, config, self._output_uri
+            )
             pool, facts = self._await_start(created, f"sampler of {base_model}", session_id, token, timeout_s)
             return open_sampling_client(pool, None, vocab_size=facts.vocab_size, context_length=facts.context_length)
         uri = VersionUri.parse(str(model_path))

@@ -40,6 +40,28 @@ def resident(service, tiny_model: Path):  # type: ignore[no-untyped-def]
         yield training
 
 
+@pytest.fixture(scope="session")
+def pooled_service(service, resident, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-def]
+    """A ServiceClient whose sessions share a pool of two replicas, which lives as long as the tests. It can scale to three:
+    memory has no room for more."""
+    import ray
+    from pools import NO_CPU, POOL, TRAINING
+
+    import raysessions as rs
+
+    options = {**NO_CPU, "memory": int(0.3 * ray.available_resources()["memory"])}
+    with (
+        rs.ServiceClient(
+            output_uri=str(tmp_path_factory.mktemp("registry")),
+            training=TRAINING,
+            sampling=POOL.model_copy(update={"actor_options": options}),
+        ) as pooled,
+        pooled.create_lora_training_client(str(tiny_model), rank=4, seed=1, name="pooled") as training,
+    ):
+        training.create_sampling_client()
+        yield pooled
+
+
 @pytest.fixture
 def training(service, resident, tiny_model: Path):  # type: ignore[no-untyped-def]
     """A fresh session on the resident host: LoRA rank 8, seed 0."""

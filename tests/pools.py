@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import psutil
 import ray
 
 import raysessions as rs
@@ -13,6 +12,9 @@ from raysessions.actors.protocol import PoolStatus
 NO_CPU = {"num_cpus": 0}
 """Actor options: the machine has two CPUs, and the resident session's actors have them."""
 TRAINING = rs.TrainingConfig(actor_options=NO_CPU)
+POOL = rs.SamplingConfig(
+    num_replicas=2, kv_cache_gib=0.25, max_loras=2, max_live_versions=4, max_num_seqs=8, placement_timeout_s=20
+)
 PROMPT = rs.ModelInput.from_ints(list(range(40, 70)))
 
 
@@ -26,11 +28,6 @@ def status(training: rs.TrainingClient) -> PoolStatus:
 
 def greedy(max_tokens: int = 20) -> rs.SamplingParams:
     return rs.SamplingParams(max_tokens=max_tokens, temperature=0.0, stop=[])
-
-
-def sampling_actors() -> set[int]:
-    """Process ids of all replicas on this machine."""
-    return {p.pid for p in psutil.process_iter(["name"]) if (p.info["name"] or "").startswith("ray::SamplingActor")}
 
 
 def teach(training: rs.TrainingClient, token: int) -> None:

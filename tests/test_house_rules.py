@@ -16,7 +16,10 @@ ACTORS = REPOSITORY / "actors"
 
 WORDS = [
     LIBRARY / f"{name}.py"
-    for name in ("types", "errors", "losses", "config", "uris", "operations", "batch", "datums", "models")
+    for name in (
+        *("types", "errors", "losses", "config", "uris", "operations", "batch", "datums", "models"),
+        *("adapter_weights", "registry"),
+    )
 ]
 # A new file beside the words is a client until it is listed elsewhere.
 CLIENTS = sorted(set(LIBRARY.glob("*.py")) - set(WORDS))

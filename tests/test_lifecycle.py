@@ -72,7 +72,7 @@ def test_a_killed_driver_frees_its_local_ray_its_actors_and_vllms_processes(tiny
 
 @pytest.mark.parametrize("how", ["kill", "interrupt", "exception"])
 def test_on_a_cluster_a_lost_driver_frees_its_session_and_only_that(resident, tiny_model, how):
-    before = _training_actors()
+    before, sessions = _training_actors(), _sessions(resident)
     action = "raise RuntimeError('a bug in the loop')" if how == "exception" else "time.sleep(600)"
     address = ray.get_runtime_context().gcs_address
     driver = _start_driver(tiny_model, address=address, action=action)
@@ -85,12 +85,12 @@ def test_on_a_cluster_a_lost_driver_frees_its_session_and_only_that(resident, ti
     driver.communicate(timeout=FREED_WITHIN_S)
     assert driver.returncode != 0
     wait_for(lambda: _training_actors() == before)
-    assert ray.get(resident._manager.list_sessions.remote()) == ["resident"]
+    assert _sessions(resident) == sessions
     assert resident.forward(supervised([4])).result().loss_fn_outputs
 
 
 def test_ctrl_c_while_loading_frees_what_was_placed(resident, tiny_model):
-    before = _training_actors()
+    before, sessions = _training_actors(), _sessions(resident)
     driver = _start_driver(tiny_model, address=ray.get_runtime_context().gcs_address)
     assert driver.stderr is not None
     for line in driver.stderr:
@@ -99,7 +99,7 @@ def test_ctrl_c_while_loading_frees_what_was_placed(resident, tiny_model):
     os.kill(driver.pid, signal.SIGINT)
     driver.communicate(timeout=FREED_WITHIN_S)
     wait_for(lambda: _training_actors() == before)
-    assert ray.get(resident._manager.list_sessions.remote()) == ["resident"]
+    assert _sessions(resident) == sessions
 
 
 def test_sessions_of_one_base_share_its_host(service, resident, tiny_model):
@@ -122,6 +122,10 @@ def test_a_killed_rank_fails_its_operations_with_a_sentence(service, tiny_model,
             running.result(timeout=60)
         with pytest.raises(rs.TrainingGroupError):
             training.optim_step().result(timeout=60)
+
+
+def _sessions(resident: rs.TrainingClient) -> list[str]:
+    return ray.get(resident._manager.list_sessions.remote())
 
 
 def _training_actors() -> set[int]:

@@ -9,28 +9,18 @@ from pathlib import Path
 
 import psutil
 import pytest
-from pools import NO_CPU, PROMPT, TRAINING, greedy, sampling_actors, status, teach, tokens_of
+from pools import PROMPT, greedy, status, teach, tokens_of
 from waiting import wait_for
 
 import raysessions as rs
 
 NOTICED_WITHIN_S = 10
 BACK_WITHIN_S = 90
-CONFIG = rs.SamplingConfig(num_replicas=2, kv_cache_gib=0.25, max_num_seqs=8, actor_options=NO_CPU)
 
 
 @pytest.fixture(scope="module")
-def own_service(service, resident):
-    with rs.ServiceClient(training=TRAINING, sampling=CONFIG) as own:
-        yield own
-
-
-@pytest.fixture(scope="module")
-def training(own_service, tiny_model):
-    others = sampling_actors()
-    with own_service.create_lora_training_client(str(tiny_model), rank=4, seed=0) as training:
-        training.create_sampling_client()
-        training.other_replicas = others
+def training(pooled_service, tiny_model):
+    with pooled_service.create_lora_training_client(str(tiny_model), rank=4, seed=0) as training:
         yield training
 
 
@@ -38,7 +28,7 @@ def training(own_service, tiny_model):
 def replica(training) -> psutil.Process:
     """One of two healthy replicas."""
     wait_for(lambda: len(status(training).replicas) == 2, BACK_WITHIN_S)
-    return psutil.Process(min(sampling_actors() - training.other_replicas))
+    return psutil.Process(status(training).replicas[0].pid)
 
 
 @pytest.fixture(scope="module")
@@ -113,10 +103,10 @@ def test_a_stuck_replica_is_noticed_replaced_and_leaves_no_process(training, sam
     assert_gone(family, within_s=15)
 
 
-def test_when_the_only_replica_dies_requests_and_saves_wait_for_its_return(own_service, training, samplers, replica):
-    own_service.scale_samplers(1)
-    (pid,) = sampling_actors() - training.other_replicas
-    os.kill(pid, signal.SIGKILL)
+def test_when_the_only_replica_dies_requests_and_saves_wait_for_its_return(pooled_service, training, samplers, replica):
+    pooled_service.scale_samplers(1)
+    os.kill(status(training).replicas[0].pid, signal.SIGKILL)
     saved = training.save_weights_for_sampler("while it is away")
     assert_all_right(send(samplers, 5, 20))
     assert saved.result(timeout=BACK_WITHIN_S).version == 3
+    pooled_service.scale_samplers(2)

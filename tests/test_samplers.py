@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import ray
 from datums import VOCAB, supervised
-from pools import NO_CPU
 from waiting import wait_for
 
 import raysessions as rs
@@ -19,23 +18,11 @@ from raysessions.uris import VersionUri
 PROMPT = rs.ModelInput.from_ints(list(range(40, 70)))
 
 
-@pytest.fixture(scope="module")
-def two_replicas(service, resident, tiny_model):
-    """A session whose samplers have two replicas, kept so that the others find them running."""
-    settings = {
-        "training": rs.TrainingConfig(actor_options=NO_CPU),
-        "sampling": rs.SamplingConfig(num_replicas=2, kv_cache_gib=0.25, actor_options=NO_CPU),
-    }
-    with service.create_lora_training_client(str(tiny_model), rank=8, seed=1, name="two-replicas", **settings) as kept:
-        kept.create_sampling_client()
-        yield settings
-
-
 @pytest.fixture(params=["one replica", "two replicas"])
 def training(request, service, resident, tiny_model):
     """A fresh session: LoRA rank 8, seed 0."""
-    settings = request.getfixturevalue("two_replicas") if request.param == "two replicas" else {}
-    with service.create_lora_training_client(str(tiny_model), rank=8, seed=0, **settings) as training:
+    owner = request.getfixturevalue("pooled_service") if request.param == "two replicas" else service
+    with owner.create_lora_training_client(str(tiny_model), rank=8, seed=0) as training:
         yield training
 
 
@@ -165,7 +152,7 @@ def training_save_op():
 
 def _adapter_like(training, num_layers: int, rename: tuple[str, str] = ("", "")):
     """Random adapter weights of the tiny model's shape."""
-    from raysessions.actors.protocol import AdapterWeights
+    from raysessions.adapter_weights import AdapterWeights
 
     sizes = {"q_proj": (64, 64), "k_proj": (64, 32), "v_proj": (64, 32), "o_proj": (64, 64)}
     sizes |= {"gate_proj": (64, 128), "up_proj": (64, 128), "down_proj": (128, 64)}

@@ -2,68 +2,54 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
+from pathlib import Path
 
+import psutil
 import pytest
 import ray
-from pools import NO_CPU, PROMPT, TRAINING, greedy, status, teach, tokens_of
+from pools import NO_CPU, POOL, PROMPT, greedy, status, teach, tokens_of
 from waiting import wait_for
 
 import raysessions as rs
 
-CONFIG = rs.SamplingConfig(num_replicas=2, kv_cache_gib=0.25, max_loras=2, max_live_versions=4, max_num_seqs=8)
 FREE = rs.SamplingParams(max_tokens=20, stop=[])
-
-
-@pytest.fixture(scope="module")
-def own_service(service, resident):
-    """A client of its own, so that scaling does not reach the other tests' samplers. Memory has room for three replicas."""
-    memory = int(0.3 * ray.available_resources()["memory"])
-    config = CONFIG.model_copy(update={"actor_options": {**NO_CPU, "memory": memory}, "placement_timeout_s": 20})
-    with rs.ServiceClient(training=TRAINING, sampling=config) as own:
-        yield own
 
 
 @pytest.fixture(scope="module")
 def small(service, resident, tiny_model):
     """A sampler of one replica with a short queue and little time."""
     update = {"num_replicas": 1, "max_queued_requests": 20, "request_timeout_s": 3.0, "actor_options": NO_CPU}
-    return service.create_sampling_client(base_model=str(tiny_model), sampling=CONFIG.model_copy(update=update))
-
-
-@pytest.fixture(scope="module")
-def kept(own_service, resident, tiny_model):
-    """A session that keeps the pool running for this file."""
-    with own_service.create_lora_training_client(str(tiny_model), rank=4, seed=1, name="pool") as training:
-        training.create_sampling_client()
-        yield training
+    return service.create_sampling_client(base_model=str(tiny_model), sampling=POOL.model_copy(update=update))
 
 
 @pytest.fixture
-def training(own_service, kept, tiny_model):
-    with own_service.create_lora_training_client(str(tiny_model), rank=4, seed=0) as training:
+def training(pooled_service, tiny_model):
+    with pooled_service.create_lora_training_client(str(tiny_model), rank=4, seed=0) as training:
         yield training
 
 
-def test_a_new_replica_has_every_live_version_before_it_serves_and_a_leaving_one_loses_nothing(own_service, training):
+def test_a_new_replica_has_every_live_version_before_it_serves_and_a_leaving_one_loses_nothing(pooled_service, training):
     teach(training, 100)
     samplers = [training.save_weights_and_get_sampling_client(f"v{i}") for i in range(3)]
     expected = [100] * 20
     futures = [sampler.sample(PROMPT, 1, greedy()) for _ in range(40) for sampler in samplers]
-    own_service.scale_samplers(3)
+    pooled_service.scale_samplers(3)
     replicas = status(training).replicas
     assert len(replicas) == 3
     assert all(len(replica.adapter_ids) >= 3 for replica in replicas)
     futures += [sampler.sample(PROMPT, 1, greedy(200)) for _ in range(30) for sampler in samplers]
     with pytest.raises(rs.PlacementError, match="SamplingActor"):
-        own_service.scale_samplers(4)
+        pooled_service.scale_samplers(4)
     assert len(status(training).replicas) == 3
-    own_service.scale_samplers(2)
+    pooled_service.scale_samplers(2)
     assert len(status(training).replicas) == 2
     assert all(tokens[:20] == expected for tokens in tokens_of(futures))
     with pytest.raises(rs.ConfigError, match="at least 1"):
-        own_service.scale_samplers(0)
+        pooled_service.scale_samplers(0)
 
 
 def test_more_versions_than_a_batch_holds_all_answer_and_none_crosses(training):
@@ -74,7 +60,7 @@ def test_more_versions_than_a_batch_holds_all_answer_and_none_crosses(training):
         samplers[token] = training.save_weights_and_get_sampling_client(str(token))
     futures = [(token, sampler.sample(PROMPT, 1, greedy())) for _ in range(20) for token, sampler in samplers.items()]
     assert all(future.result(timeout=120).sequences[0].tokens == [token] * 20 for token, future in futures)
-    assert all(len(replica.adapter_ids) <= CONFIG.max_resident_loras for replica in status(training).replicas)
+    assert all(len(replica.adapter_ids) <= POOL.max_resident_loras for replica in status(training).replicas)
 
 
 def test_a_version_gets_its_turn_while_others_are_never_idle(training):
@@ -103,8 +89,8 @@ def test_a_version_gets_its_turn_while_others_are_never_idle(training):
     assert all(answered.values())
 
 
-def test_marker_tokens_never_cross_while_versions_come_and_go(own_service, training, tiny_model):
-    with own_service.create_lora_training_client(str(tiny_model), rank=8, seed=5) as other:
+def test_marker_tokens_never_cross_while_versions_come_and_go(pooled_service, training, tiny_model):
+    with pooled_service.create_lora_training_client(str(tiny_model), rank=8, seed=5) as other:
         sessions = {training: 100, other: 200}
         for session, token in sessions.items():
             teach(session, token)
@@ -166,3 +152,24 @@ def test_cancellation_reaches_vllm_and_what_waits(training):
     wait_for(lambda: ray.get(training._pool.num_unfinished.remote()) == 0)
     wait_for(lambda: status(training).num_queued == 0)
     assert all(replica.num_sequences == replica.outstanding_tokens == 0 for replica in status(training).replicas)
+
+
+def test_a_version_outlives_the_object_store_and_its_sessions_host(pooled_service, training, tiny_model):
+    """The host owns the weights in the store. A version evicted from the engines is then read from the registry."""
+    hosts = _hosts()
+    with pooled_service.create_lora_training_client(str(tiny_model), rank=4, seed=0, share=False) as lost:
+        teach(lost, 100)
+        sampler = lost.save_weights_and_get_sampling_client("survivor")
+        assert sampler.sample(PROMPT, 1, greedy()).result().sequences[0].tokens == [100] * 20
+        copy = Path(pooled_service._output_uri) / sampler.version.removeprefix("raysessions://")
+        wait_for(lambda: (copy / "manifest.json").exists())
+        (host,) = _hosts() - hosts
+        os.kill(host, signal.SIGKILL)
+        for i in range(POOL.max_resident_loras + 1):
+            training.save_weights_for_sampler(f"pushes-it-out-{i}").result()
+        assert sampler.sample(PROMPT, 1, greedy()).result(timeout=60).sequences[0].tokens == [100] * 20
+    wait_for(lambda: not copy.exists())
+
+
+def _hosts() -> set[int]:
+    return {p.pid for p in psutil.process_iter(["name"]) if (p.info["name"] or "").startswith("ray::ModelHost")}

@@ -18,7 +18,8 @@ from peft.tuners.lora import LoraLayer
 from raysessions.actors.engines import lora_linear
 from raysessions.actors.engines.process_group import ProcessGroup
 from raysessions.actors.engines.sharded_adamw import ShardedAdamW
-from raysessions.actors.protocol import AdapterFacts, AdapterWeights
+from raysessions.actors.protocol import AdapterFacts
+from raysessions.adapter_weights import AdapterWeights
 from raysessions.config import LoraConfig
 from raysessions.errors import EmptyGradientError
 from raysessions.types import AdamParams

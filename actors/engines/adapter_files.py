@@ -4,18 +4,13 @@ evicted one from it; and the names of vLLM's own buffers, which it leaves behind
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-import numpy as np
-import torch
-from safetensors.torch import save_file
-
-from raysessions.actors.protocol import AdapterWeights
+from raysessions.adapter_weights import AdapterWeights, to_peft_files
 
 _PREFIX = "raysessions-"
 _BUFFERS = "vllm_buffers"
@@ -33,15 +28,8 @@ class AdapterFiles:
     def write(self, adapter_id: int, weights: AdapterWeights) -> Path:
         folder = self.folder(adapter_id)
         folder.mkdir()
-        save_file(adapter_tensors(weights), folder / "adapter_model.safetensors")
-        config = {
-            "peft_type": "LORA",
-            "r": weights.rank,
-            "lora_alpha": weights.alpha,
-            "target_modules": list(weights.target_modules),
-            "bias": "none",
-        }
-        (folder / "adapter_config.json").write_text(json.dumps(config))
+        for name, content in to_peft_files(weights).items():
+            (folder / name).write_bytes(content)
         return folder
 
     def folder(self, adapter_id: int) -> Path:
@@ -57,15 +45,6 @@ class AdapterFiles:
 
     def close(self) -> None:
         shutil.rmtree(self.root, ignore_errors=True)
-
-
-def adapter_tensors(weights: AdapterWeights) -> dict[str, torch.Tensor]:
-    """By PEFT's names, in the dtype that they travel in."""
-    flat = torch.from_numpy(np.array(weights.flat))  # arrays from the object store are read-only
-    flat = flat.view(torch.bfloat16) if weights.dtype == "bfloat16" else flat
-    sizes = [int(np.prod(shape)) for _, shape in weights.entries]
-    parts = flat.split(sizes)
-    return {name: part.view(shape) for (name, shape), part in zip(weights.entries, parts, strict=True)}
 
 
 def _sweep(root: Path) -> None:

@@ -21,7 +21,8 @@ from raysessions.actors.maths.batching import positions, select
 from raysessions.actors.maths.losses import LossInputs, LossOutput
 from raysessions.actors.maths.metrics import Part
 from raysessions.actors.maths.rows import Row, empty_row, plan_share
-from raysessions.actors.protocol import AdapterFacts, AdapterWeights, LossResult, ModelFacts, PeerFailedError, Seat
+from raysessions.actors.protocol import AdapterFacts, LossResult, ModelFacts, PeerFailedError, Seat
+from raysessions.adapter_weights import AdapterWeights
 from raysessions.batch import Batch
 from raysessions.config import LoraConfig, TrainingConfig
 from raysessions.operations import Loss

@@ -5,12 +5,12 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from raysessions.actors.engines.adapter_files import adapter_tensors
-from raysessions.actors.protocol import AdapterWeights
+from raysessions.adapter_weights import AdapterWeights
 from raysessions.errors import SamplingPoolError
 
 _PEFT_PREFIX = "base_model.model."
@@ -34,7 +34,7 @@ def write_merged(base: Path, adapter: AdapterWeights, folder: Path) -> None:
 
 def _changes(adapter: AdapterWeights) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """alpha / rank · B, and A, by the name of the weights they change. float32."""
-    tensors = adapter_tensors(adapter)
+    tensors = _tensors(adapter)
     modules = [name.removesuffix(".lora_A.weight") for name in tensors if name.endswith(".lora_A.weight")]
     scale = adapter.alpha / adapter.rank
     return {
@@ -44,6 +44,15 @@ def _changes(adapter: AdapterWeights) -> dict[str, tuple[torch.Tensor, torch.Ten
         )
         for module in modules
     }
+
+
+def _tensors(weights: AdapterWeights) -> dict[str, torch.Tensor]:
+    """By PEFT's names."""
+    flat = torch.from_numpy(np.array(weights.flat))  # arrays from the object store are read-only
+    flat = flat.view(torch.bfloat16) if weights.dtype == "bfloat16" else flat
+    sizes = [int(np.prod(shape)) for _, shape in weights.entries]
+    parts = flat.split(sizes)
+    return {name: part.view(shape) for (name, shape), part in zip(weights.entries, parts, strict=True)}
 
 
 def _write_file(source: Path, changes: dict[str, tuple[torch.Tensor, torch.Tensor]], target: Path) -> None:

@@ -21,7 +21,8 @@ from raysessions.actors.engines import cpu_kernels, vllm_plugin
 from raysessions.actors.engines.adapter_files import AdapterFiles
 from raysessions.actors.engines.merged_weights import write_merged
 from raysessions.actors.engines.process_activity import active_seconds, is_stopped
-from raysessions.actors.protocol import AdapterWeights, CoreShare, ModelFacts, ReplicaFailedError
+from raysessions.actors.protocol import CoreShare, ModelFacts, ReplicaFailedError
+from raysessions.adapter_weights import AdapterWeights
 from raysessions.config import SamplingConfig
 from raysessions.errors import PlacementError
 from raysessions.models import context_length

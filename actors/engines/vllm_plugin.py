@@ -35,7 +35,7 @@ def register() -> None:
 
 SPIN_S = 0.002
 """How long a reader looks for the next message in a busy loop after it has read one."""
-LOOK_EVERY_MS = 10
+LOOK_EVERY_MS = 50
 """How often one that sleeps looks for a message by itself."""
 
 
