@@ -14,6 +14,9 @@ REPOSITORY = Path(__file__).parent.parent
 PUBLIC_NAMES = [
     "APIFuture",
     "AdamParams",
+    "BackPressureError",
+    "CheckpointError",
+    "CheckpointNotFoundError",
     "ClusterUnreachableError",
     "ConfigError",
     "Datum",
@@ -21,6 +24,7 @@ PUBLIC_NAMES = [
     "EmptyGradientError",
     "EncodedTextChunk",
     "ForwardBackwardOutput",
+    "IntegrityError",
     "LOSSES",
     "LossError",
     "LossSpec",
