@@ -26,9 +26,9 @@ MANY = {"requests": 512, "new_tokens": 16}
 def main() -> None:
     base, latency = take_turns(("client", "bare", "defaults"), FEW, repeats=5, latencies=("client", "bare"))
     adapter, _ = take_turns(("one_version", "stock_adapter"), FEW, repeats=2)
-    versions, _ = take_turns(("one_version", "four_versions", "merged"), FEW, repeats=3)
-    few, _ = take_turns(("client", "two_replicas"), FEW, repeats=3)
-    many, _ = take_turns(("client", "two_replicas"), MANY, repeats=3)
+    versions, _ = take_turns(("one_version", "four_versions", "merged"), FEW, repeats=2)
+    few, _ = take_turns(("client", "two_replicas"), FEW, repeats=2)
+    many, _ = take_turns(("client", "two_replicas"), MANY, repeats=2)
     with engine_process("two_replicas") as measure:
         measure("speed", **FEW)
         first, second = measure("turns", conversations=6, prompt_tokens=2000)

@@ -89,3 +89,16 @@ def engine_factory(tiny_model: Path):  # type: ignore[no-untyped-def]
         return DeepSpeedEngine(tiny_model, TrainingConfig(**config), Seat(0, 1, 0, 1, "127.0.0.1", port))
 
     return make
+
+
+@pytest.fixture(params=["one replica", "two replicas"])
+def owner_by_replicas(request: pytest.FixtureRequest, service, resident):  # type: ignore[no-untyped-def]
+    """A ServiceClient whose sessions are sampled by one replica, or by two."""
+    return request.getfixturevalue("pooled_service") if request.param == "two replicas" else service
+
+
+@pytest.fixture
+def training_by_replicas(owner_by_replicas, tiny_model: Path):  # type: ignore[no-untyped-def]
+    """A fresh session like `training`."""
+    with owner_by_replicas.create_lora_training_client(str(tiny_model), rank=8, seed=0) as training:
+        yield training

@@ -18,12 +18,9 @@ from raysessions.uris import VersionUri
 PROMPT = rs.ModelInput.from_ints(list(range(40, 70)))
 
 
-@pytest.fixture(params=["one replica", "two replicas"])
-def training(request, service, resident, tiny_model):
-    """A fresh session: LoRA rank 8, seed 0."""
-    owner = request.getfixturevalue("pooled_service") if request.param == "two replicas" else service
-    with owner.create_lora_training_client(str(tiny_model), rank=8, seed=0) as training:
-        yield training
+@pytest.fixture
+def training(training_by_replicas):
+    return training_by_replicas
 
 
 def _train(training: rs.TrainingClient, steps: int = 1, learning_rate: float = 2e-2, seed: int = 0) -> None:

@@ -52,17 +52,6 @@ def test_a_new_replica_has_every_live_version_before_it_serves_and_a_leaving_one
         pooled_service.scale_samplers(0)
 
 
-def test_more_versions_than_a_batch_holds_all_answer_and_none_crosses(training):
-    """Four live versions and max_loras=2: they take turns, and evicted ones are loaded again."""
-    samplers = {}
-    for token in (100, 110, 120, 130, 140, 150):
-        teach(training, token)
-        samplers[token] = training.save_weights_and_get_sampling_client(str(token))
-    futures = [(token, sampler.sample(PROMPT, 1, greedy())) for _ in range(20) for token, sampler in samplers.items()]
-    assert all(future.result(timeout=120).sequences[0].tokens == [token] * 20 for token, future in futures)
-    assert all(len(replica.adapter_ids) <= POOL.max_resident_loras for replica in status(training).replicas)
-
-
 def test_a_version_gets_its_turn_while_others_are_never_idle(training):
     samplers = {}
     for token in (100, 110, 120, 130, 140):
@@ -87,26 +76,6 @@ def test_a_version_gets_its_turn_while_others_are_never_idle(training):
         for thread in threads:
             thread.join()
     assert all(answered.values())
-
-
-def test_marker_tokens_never_cross_while_versions_come_and_go(pooled_service, training, tiny_model):
-    with pooled_service.create_lora_training_client(str(tiny_model), rank=8, seed=5) as other:
-        sessions = {training: 100, other: 200}
-        for session, token in sessions.items():
-            teach(session, token)
-        wrong, count = [], 0
-        futures: list[tuple[int, rs.APIFuture]] = []  # type: ignore[type-arg]
-        samplers = {session: session.save_weights_and_get_sampling_client("first") for session in sessions}
-        for step in range(25):
-            for session, token in sessions.items():
-                futures += [(token, samplers[session].sample(PROMPT, 1, greedy(8))) for _ in range(10)]
-                if step % 2:
-                    samplers[session] = session.save_weights_and_get_sampling_client(f"step-{step}")
-        for token, future in futures:
-            count += 1
-            wrong += [tokens for tokens in tokens_of([future]) if tokens != [token] * 8]
-    assert count == 500
-    assert wrong == []
 
 
 def test_a_client_with_2000_samples_in_flight_does_not_hold_up_another(training):
