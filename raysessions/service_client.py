@@ -165,10 +165,10 @@ class ServiceClient:
         """Changes how many replicas serve this client's sessions, while they run. Blocks until it is so: a new replica gets
         every live version before it takes requests, one that leaves finishes those it has.
 
-        Raises `PlacementError` when the cluster has no room, and then nothing has changed.
+        Raises `PlacementError` when the cluster has no room; the samplers of that base model are then as many as before.
         """
-        if num_replicas < 1:
-            raise ConfigError(f"num_replicas is {num_replicas}: give at least 1. Sessions end with stop().")
+        if not isinstance(num_replicas, int) or num_replicas < 1:
+            raise ConfigError(f"num_replicas is {num_replicas!r}: give at least 1. Sessions end with stop().")
         APIFuture(self._manager.scale_samplers.remote(self._driver_id, num_replicas)).result(timeout_s)
 
     def list_base_models(self) -> list[str]:

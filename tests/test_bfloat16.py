@@ -26,7 +26,9 @@ def test_sampler_and_trainer_agree_within_bfloat16_rounding(service):
             training.forward_backward(taught)
             training.optim_step(rs.AdamParams(learning_rate=3e-4)).result()
         sampler = training.save_weights_and_get_sampling_client("trained")
-        params = rs.SamplingParams(max_tokens=48, seed=0, stop=[])
+        # Without the tail: rounding moves the logprob of a token that is rarer than e⁻³ by 0.05 on average, of a likely one by
+        # 0.01, so that with it the mean says how strange the text is.
+        params = rs.SamplingParams(max_tokens=48, seed=0, top_p=0.9, stop=[])
         differences = []
         for prompt in prompts:
             for sequence in sampler.sample(rs.ModelInput.from_ints(prompt), 4, params).result().sequences:
