@@ -3,14 +3,16 @@
 Engines that are compared live at the same time, each in a process of its own, and take turns, so that a slow minute of the
 machine hits all alike:
 
-- SamplingClient, a bare AsyncLLM with the same arguments, and vLLM's defaults on this CPU;
-- an adapter with our LoRA and with stock LoRA, the same with four versions at once, and merged into the base;
+- a bare AsyncLLM with our settings against vLLM's defaults on this CPU, and SamplingClient against the former;
+- an adapter with our LoRA and with stock LoRA;
+- one version, four at once, and one merged into the base;
 - one replica and two on the same cores, with 64 and 512 requests in flight;
 - a conversation's second turn against its first.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 from collections.abc import Sequence
 from typing import Any
@@ -24,8 +26,39 @@ MANY = {"requests": 512, "new_tokens": 16}
 
 
 def main() -> None:
-    base, latency = take_turns(("client", "bare", "defaults"), FEW, repeats=5, latencies=("client", "bare"))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", nargs="?", choices=("engines", "pool"), help="one part alone; each writes its own results")
+    part = parser.parse_args().part
+    if part != "pool":
+        measure_engines()
+    if part != "engines":
+        measure_pool()
+
+
+def measure_engines() -> None:
+    """One engine against another."""
+    alone, _ = take_turns(("bare", "defaults"), FEW, repeats=5)
+    base, latency = take_turns(("client", "bare"), FEW, repeats=5, latencies=("client", "bare"))
     adapter, _ = take_turns(("one_version", "stock_adapter"), FEW, repeats=2)
+    report(
+        "sample",
+        {
+            **summaries(alone, "alone"),
+            **summaries(base, "beside_ray"),
+            **summaries(adapter, "with_adapter"),
+            "latency_s": latency,
+        },
+        {
+            "through SamplingClient, over a bare AsyncLLM": (ratio(base, "client", "bare"), 0.95),
+            "our settings, over vLLM's defaults": (ratio(alone, "bare", "defaults"), 1.5),
+            "with adapter, grouped over stock LoRA": (ratio(adapter, "one_version", "stock_adapter"), 3.0),
+            "a request's way to the engine and back, ms": (1000 * (latency["client"] - latency["bare"]), -15.0),
+        },
+    )
+
+
+def measure_pool() -> None:
+    """Versions, replicas and turns of conversations."""
     versions, _ = take_turns(("one_version", "four_versions", "merged"), FEW, repeats=2)
     few, _ = take_turns(("client", "two_replicas"), FEW, repeats=2)
     many, _ = take_turns(("client", "two_replicas"), MANY, repeats=2)
@@ -33,32 +66,22 @@ def main() -> None:
         measure("speed", **FEW)
         first, second = measure("turns", conversations=6, prompt_tokens=2000)
         router_s = measure("router", requests=512)
-    speeds = {
-        **{f"{name}_64": values for name, values in base.items()},
-        **{f"{name}_with_adapter_64": values for name, values in adapter.items()},
-        **{f"{name}_by_versions_64": values for name, values in versions.items()},
-        **{f"{name}_by_replicas_64": values for name, values in few.items()},
-        **{f"{name}_by_replicas_512": values for name, values in many.items()},
-    }
     report(
-        "sample",
+        "sample_pool",
         {
-            **{f"{name}_tokens_per_s": summary(values) for name, values in speeds.items()},
-            "latency_s": latency,
+            **summaries(versions, "versions"),
+            **summaries(few, "64_requests"),
+            **summaries(many, "512_requests"),
             "first_turn_s": summary(first),
             "second_turn_s": summary(second),
             "router_cpu_s_per_request": router_s,
         },
         {
-            "through SamplingClient, over a bare AsyncLLM": (ratio(base, "client", "bare"), 0.95),
-            "our settings, over vLLM's defaults": (ratio(base, "bare", "defaults"), 1.5),
-            "with adapter, grouped over stock LoRA": (ratio(adapter, "one_version", "stock_adapter"), 3.0),
             "four versions at once, over one": (ratio(versions, "four_versions", "one_version"), 0.6),
             "merged, over an adapter": (ratio(versions, "merged", "one_version"), 1.1),
             "two replicas over one, same cores, 64 requests": (ratio(few, "two_replicas", "client"), 0.7),
             "two replicas over one, same cores, 512 requests": (ratio(many, "two_replicas", "client"), 0.7),
             "first token of a second turn over the first's, 2,000 tokens": (float(np.median(second) / np.median(first)), -0.3),
-            "a request's way to the engine and back, ms": (1000 * (latency["client"] - latency["bare"]), -15.0),
             "router's processor time a request, ms": (1000 * router_s, -5.0),
         },
     )
@@ -77,6 +100,10 @@ def take_turns(
                 print(f"sample: {engine}, {load['requests']} requests: {speeds[engine][-1]:.0f} tokens/s", flush=True)
         latency = {engine: processes[engine]("latency", repeats=50) for engine in latencies}
     return {engine: values[1:] for engine, values in speeds.items()}, latency
+
+
+def summaries(speeds: dict[str, list[float]], what: str) -> dict[str, Any]:
+    return {f"{engine}_tokens_per_s_{what}": summary(values) for engine, values in speeds.items()}
 
 
 def ratio(speeds: dict[str, list[float]], one: str, other: str) -> float:

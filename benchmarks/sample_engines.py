@@ -11,6 +11,7 @@ import functools
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import psutil
 
 import raysessions as rs
 from raysessions.models import local_folder
@@ -33,23 +35,43 @@ BARE = ("bare", "defaults", "stock_adapter")
 
 @contextlib.contextmanager
 def engine_process(engine: str) -> Iterator[Callable[..., Any]]:
-    """A process with one engine, loaded. Yields a function that lets it measure."""
+    """A process with one engine, loaded. Yields a function that lets it measure.
+
+    A bare engine is stopped while others measure: idle processes look around a hundred times a second, and every look takes a
+    core from an engine that computes on all. Ray's cannot be stopped: it would miss its own health checks.
+    """
     command = [sys.executable, __file__, engine]
     environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
     assert process.stdin is not None
+    pauses = engine in BARE
 
     def measure(name: str, **arguments: Any) -> Any:
+        if pauses:
+            _signal_all(process.pid, signal.SIGCONT)
         process.stdin.write(json.dumps({"measure": name, **arguments}) + "\n")
         process.stdin.flush()
-        return _answer(process)
+        answer = _answer(process)
+        if pauses:
+            _signal_all(process.pid, signal.SIGSTOP)
+        return answer
 
     try:
         _answer(process)
+        if pauses:
+            _signal_all(process.pid, signal.SIGSTOP)
         yield measure
     finally:
+        _signal_all(process.pid, signal.SIGCONT)
         process.stdin.close()
         process.wait()
+
+
+def _signal_all(pid: int, number: int) -> None:
+    """To a process and all that come from it."""
+    for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
 
 
 def _answer(process: Any) -> Any:
@@ -124,8 +146,6 @@ def _turns(sampler: rs.SamplingClient, conversations: int, prompt_tokens: int) -
 
 def _router_seconds(sampler: rs.SamplingClient, requests: int) -> float:
     """Seconds of a core that the pool's process takes for a request, with all of them in flight."""
-    import psutil
-
     (pool,) = (p for p in psutil.Process().children(recursive=True) if p.name().startswith("ray::SamplingPool"))
     before = sum(pool.cpu_times()[:2])
     _client_speed([sampler], requests, 1)
