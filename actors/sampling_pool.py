@@ -232,12 +232,16 @@ class SamplingPool:
     async def _bind_live(self, replica: Replica) -> None:
         """Gives a new replica the live versions, the newest last: as many as it keeps loaded. It loads others when asked."""
         bound: set[Version] = set()
-        while missing := set(self._versions.newest_first()[: self._config.max_resident_loras]) - bound:
+        while True:
+            # It joins in a sampling phase: one that came later than `rest` would compute while others train.
+            while not self._phases.may_sample:
+                await self._phases.wait()
+            missing = set(self._versions.newest_first()[: self._config.max_resident_loras]) - bound
+            if not missing:
+                return
             for version in sorted(missing, key=lambda version: version.adapter_id):
                 await replica.bind(version)
             bound |= missing
-        if not self._phases.may_sample:
-            await replica.sleep()
 
     def _forget(self, retired: list[Version]) -> None:
         for version in retired:

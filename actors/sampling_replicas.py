@@ -172,6 +172,7 @@ class ReplicaSet:
             self._available.clear()
 
     def _give_up(self, seat: _Seat, error: Exception) -> None:
+        log.warning("raysessions: a sampler replica is given up, scale_samplers tries again: %s", error)
         self._seats.remove(seat)
         if not self._seats:
             self._available.set()

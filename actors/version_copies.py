@@ -12,7 +12,6 @@ from ray.exceptions import ObjectLostError
 
 from raysessions.actors.sampling_versions import Version
 from raysessions.errors import CheckpointError, SamplerExpiredError
-from raysessions.registry import Registry
 from raysessions.uris import VersionUri
 
 log = logging.getLogger("raysessions")
@@ -22,6 +21,8 @@ class VersionCopies:
     """One change at a time, in the order in which they are asked for."""
 
     def __init__(self, root: str | None) -> None:
+        from raysessions.registry import Registry  # brings pyarrow, which a driver that imports this room does not need
+
         self._registry = Registry(root)
         self._lock = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import ray
+from datums import supervised
 
 import raysessions as rs
 from raysessions.actors.protocol import PoolStatus
@@ -46,3 +48,15 @@ def teach(training: rs.TrainingClient, token: int) -> None:
 def tokens_of(futures: Sequence[rs.APIFuture], timeout: float = 120) -> list[list[int]]:  # type: ignore[type-arg]
     """Of every sequence that the samples returned."""
     return [sequence.tokens for future in futures for sequence in future.result(timeout=timeout).sequences]
+
+
+def train(training: rs.TrainingClient, steps: int = 1, learning_rate: float = 2e-2, seed: int = 0) -> None:
+    for step in range(steps):
+        training.forward_backward(supervised([40, 25], seed=seed + step))
+        training.optim_step(rs.AdamParams(learning_rate=learning_rate)).result()
+
+
+def trainer_logprobs(training: rs.TrainingClient, tokens: list[int]) -> np.ndarray:
+    """Of tokens[1:], by the trainer's forward."""
+    datum = rs.datum_for_supervised(tokens, [1.0] * len(tokens))
+    return training.forward([datum]).result().loss_fn_outputs[0]["logprobs"].to_numpy()

@@ -9,30 +9,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import ray
-from datums import VOCAB, supervised
+from datums import supervised
+from pools import PROMPT, train, trainer_logprobs
 from waiting import wait_for
 
 import raysessions as rs
 from raysessions.uris import VersionUri
 
-PROMPT = rs.ModelInput.from_ints(list(range(40, 70)))
-
 
 @pytest.fixture
 def training(training_by_replicas):
     return training_by_replicas
-
-
-def _train(training: rs.TrainingClient, steps: int = 1, learning_rate: float = 2e-2, seed: int = 0) -> None:
-    for step in range(steps):
-        training.forward_backward(supervised([40, 25], seed=seed + step))
-        training.optim_step(rs.AdamParams(learning_rate=learning_rate)).result()
-
-
-def _trainer_logprobs(training: rs.TrainingClient, tokens: list[int]) -> np.ndarray:
-    """Of tokens[1:], by the trainer's forward."""
-    datum = rs.datum_for_supervised(tokens, [1.0] * len(tokens))
-    return training.forward([datum]).result().loss_fn_outputs[0]["logprobs"].to_numpy()
 
 
 def _greedy(sampler: rs.SamplingClient, max_tokens: int = 20) -> rs.SampledSequence:
@@ -43,12 +30,12 @@ def _greedy(sampler: rs.SamplingClient, max_tokens: int = 20) -> rs.SampledSeque
 def test_sampler_logprobs_equal_the_trainers_for_three_versions_in_a_row(training):
     previous = None
     for version in range(3):
-        _train(training, seed=10 * version)
+        train(training, seed=10 * version)
         sampler = training.save_weights_and_get_sampling_client(f"v{version}")
         params = rs.SamplingParams(max_tokens=24, temperature=1.0, seed=version, stop=[])
         sequence = sampler.sample(PROMPT, 1, params).result().sequences[0]
         tokens = PROMPT.to_ints() + sequence.tokens
-        trainer = _trainer_logprobs(training, tokens)
+        trainer = trainer_logprobs(training, tokens)
         np.testing.assert_allclose(sequence.logprobs, trainer[PROMPT.length - 1 :], atol=1e-4)
         # The same prompt again comes from the prefix cache, and must be this version's.
         computed = sampler.compute_logprobs(rs.ModelInput.from_ints(tokens)).result()
@@ -68,12 +55,12 @@ def test_a_client_stays_with_its_version_until_it_is_retired(service, training):
             params = rs.SamplingParams(max_tokens=20, temperature=0.0, stop=[])
             return self._client.sample(PROMPT, 1, params).result().sequences[0].tokens
 
-    _train(training)
+    train(training)
     first = training.save_weights_and_get_sampling_client("first")
     before = _greedy(first)
     later = []
     for version in range(2, 6):
-        _train(training, seed=version)
+        train(training, seed=version)
         later.append(training.save_weights_and_get_sampling_client(f"later-{version}"))
     assert _greedy(first).tokens == before.tokens
     assert _greedy(first).logprobs == pytest.approx(before.logprobs, abs=1e-6)
@@ -110,15 +97,15 @@ def _is_retired_by_a_save(training: rs.TrainingClient, path: str) -> bool:
 
 
 def test_training_after_a_save_moves_no_sampler(training):
-    _train(training)
+    train(training)
     sampler = training.save_weights_and_get_sampling_client()
     before = _greedy(sampler)
-    _train(training, steps=3, learning_rate=0.1)
+    train(training, steps=3, learning_rate=0.1)
     assert _greedy(sampler).logprobs == before.logprobs
 
 
 def test_publishing_the_same_adapter_twice_changes_nothing(training):
-    _train(training)
+    train(training)
     samplers = [training.save_weights_and_get_sampling_client() for _ in range(3)]
     answers = [_greedy(sampler) for sampler in samplers]
     assert len({sampler.version for sampler in samplers}) == 3
@@ -164,99 +151,11 @@ def _adapter_like(training, num_layers: int, rename: tuple[str, str] = ("", ""))
     return AdapterWeights(flat, tuple(entries), 8, 32.0, tuple(sorted(sizes)), 7 * num_layers)
 
 
-def test_greedy_samples_are_identical_and_the_argmax(training):
-    _train(training)
-    sampler = training.save_weights_and_get_sampling_client()
-    params = rs.SamplingParams(max_tokens=6, temperature=0.0, stop=[])
-    sequences = sampler.sample(PROMPT, 50, params).result().sequences
-    assert len(sequences) == 50
-    assert {tuple(sequence.tokens) for sequence in sequences} == {tuple(sequences[0].tokens)}
-    prompt = PROMPT.to_ints()
-    for token, logprob in zip(sequences[0].tokens, sequences[0].logprobs, strict=True):
-        candidates = [rs.datum_for_supervised([*prompt, other], [1.0] * (len(prompt) + 1)) for other in range(VOCAB)]
-        outputs = training.forward(candidates).result().loss_fn_outputs
-        last = np.array([output["logprobs"].to_numpy()[-1] for output in outputs])
-        assert int(last.argmax()) == token
-        assert logprob == pytest.approx(last.max(), abs=1e-4)
-        prompt.append(token)
-
-
-def test_a_seed_gives_sixteen_different_sequences_and_the_same_again(training):
-    sampler = training.create_sampling_client()
-    seeded = rs.SamplingParams(max_tokens=12, seed=7, stop=[])
-    first, again = ([s.tokens for s in sampler.sample(PROMPT, 16, seeded).result().sequences] for _ in range(2))
-    assert first == again
-    assert len(set(map(tuple, first))) == 16
-    free = rs.SamplingParams(max_tokens=12, stop=[])
-    assert sampler.sample(PROMPT, 1, free).result().sequences != sampler.sample(PROMPT, 1, free).result().sequences
-
-
-def test_logprobs_do_not_depend_on_temperature_or_top_p(training):
-    sampler = training.save_weights_and_get_sampling_client()
-    params = rs.SamplingParams(max_tokens=10, temperature=2.0, top_p=0.7, top_k=50, seed=3, stop=[])
-    sequence = sampler.sample(PROMPT, 1, params).result().sequences[0]
-    trainer = _trainer_logprobs(training, PROMPT.to_ints() + sequence.tokens)
-    np.testing.assert_allclose(sequence.logprobs, trainer[PROMPT.length - 1 :], atol=1e-4)
-
-
-def test_stop_settings_end_a_sequence_where_they_say(training):
-    sampler = training.create_sampling_client()
-    tokenizer = sampler.get_tokenizer()
-    whole = sampler.sample(PROMPT, 1, rs.SamplingParams(max_tokens=30, temperature=0.0, stop=[])).result().sequences[0]
-    assert whole.stop_reason == "length"
-    assert len(whole.tokens) == len(whole.logprobs) == 30
-    stop_id = whole.tokens[4]
-    first = whole.tokens.index(stop_id)
-    by_id = sampler.sample(PROMPT, 1, rs.SamplingParams(max_tokens=30, temperature=0.0, stop=[stop_id])).result().sequences[0]
-    assert by_id.tokens == whole.tokens[: first + 1]
-    assert by_id.logprobs == pytest.approx(whole.logprobs[: first + 1], abs=1e-5)
-    assert by_id.stop_reason == "stop"
-    printable = next(t for t in whole.tokens[3:] if tokenizer.decode([t]).isprintable() and tokenizer.decode([t]).isascii())
-    text = tokenizer.decode([printable])
-    by_text = sampler.sample(PROMPT, 2, rs.SamplingParams(max_tokens=30, temperature=0.0, stop=text)).result().sequences
-    assert by_text[0].tokens == whole.tokens[: whole.tokens.index(printable) + 1]
-    assert by_text[0].stop_reason == "stop"
-    assert all(len(sequence.tokens) == len(sequence.logprobs) for sequence in by_text)
-
-
-def test_the_end_of_sequence_token_stops_is_included_and_can_be_disabled(training):
-    eos = 2
-    teach = [rs.datum_for_supervised([*PROMPT.to_ints(), 50, eos], [0.0] * PROMPT.length + [1.0, 1.0])]
-    for _ in range(30):
-        training.forward_backward(teach)
-        training.optim_step(rs.AdamParams(learning_rate=2e-2)).result()
-    sampler = training.save_weights_and_get_sampling_client()
-    ends = sampler.sample(PROMPT, 1, rs.SamplingParams(max_tokens=10, temperature=0.0)).result().sequences[0]
-    assert ends.tokens == [50, eos]
-    assert ends.stop_reason == "stop"
-    assert len(ends.logprobs) == 2
-    goes_on = sampler.sample(PROMPT, 1, rs.SamplingParams(max_tokens=10, temperature=0.0, stop=[])).result().sequences[0]
-    assert goes_on.tokens[:2] == [50, eos]
-    assert len(goes_on.tokens) == 10
-
-
-def test_prompt_logprobs_with_an_adapter_equal_the_trainers_forward(training):
-    _train(training)
-    sampler = training.save_weights_and_get_sampling_client()
-    trainer = _trainer_logprobs(training, PROMPT.to_ints())
-    computed = sampler.compute_logprobs(PROMPT).result()
-    assert computed[0] is None
-    np.testing.assert_allclose(computed[1:], trainer, atol=1e-4)
-    one = rs.SamplingParams(max_tokens=1)
-    response = sampler.sample(PROMPT, 1, one, include_prompt_logprobs=True, topk_prompt_logprobs=3).result()
-    np.testing.assert_allclose(response.prompt_logprobs[1:], trainer, atol=1e-4)
-    assert response.topk_prompt_logprobs[0] is None
-    for own, best in zip(response.prompt_logprobs[1:], response.topk_prompt_logprobs[1:], strict=True):
-        assert len(best) == 3
-        assert best == sorted(best, key=lambda pair: -pair[1])
-        assert own <= best[0][1] + 1e-6
-
-
 def test_a_sampler_without_versions_is_the_base_model(service, training, tiny_model):
     base = service.create_sampling_client(base_model=str(tiny_model))
     assert base.version is None
     np.testing.assert_allclose(
-        base.compute_logprobs(PROMPT).result()[1:], _trainer_logprobs(training, PROMPT.to_ints()), atol=1e-4
+        base.compute_logprobs(PROMPT).result()[1:], trainer_logprobs(training, PROMPT.to_ints()), atol=1e-4
     )
 
 
@@ -264,7 +163,7 @@ def test_base_and_versions_in_one_batch_do_not_mix(training):
     base = training.create_sampling_client()
     samplers = [base]
     for seed in range(3):
-        _train(training, seed=seed, learning_rate=5e-2)
+        train(training, seed=seed, learning_rate=5e-2)
         samplers.append(training.save_weights_and_get_sampling_client())
     alone = [_greedy(sampler) for sampler in samplers]
     params = rs.SamplingParams(max_tokens=20, temperature=0.0, stop=[])
@@ -319,7 +218,7 @@ def test_samples_are_answered_while_an_operation_trains(training):
 
 
 def test_a_pickled_client_samples_from_another_process(training):
-    _train(training)
+    train(training)
     sampler = training.save_weights_and_get_sampling_client()
 
     @ray.remote(num_cpus=0)
