@@ -12,6 +12,8 @@ CLIENT = [
     "safetensors>=0.8",
     "transformers>=5.16.1,<5.20",
     "rich>=13",
+    "cryptography>=43",
+    "fsspec>=2025.3",
 ]
 """What a driver needs: clients, types, tokenizers. No torch, vLLM or DeepSpeed."""
 
@@ -89,7 +91,11 @@ setup(
     extras_require={
         "cpu": ["torch==2.13.0", *TRAINING, *VLLM_CPU_TEXT_ONLY],
         "cuda": ["torch", *TRAINING, "vllm>=0.32,<0.33"],
-        "dev": ["pytest>=8", "ruff>=0.12", "mypy>=1.17", "matplotlib>=3.9", "build>=1.2"],
+        "s3": ["s3fs>=2025.3"],
+        "dev": [
+            *["pytest>=8", "ruff>=0.12", "mypy>=1.17", "matplotlib>=3.9", "build>=1.2"],
+            *["moto[server]>=5.1", "s3fs>=2025.3", "nbclient>=0.10", "ipykernel>=6"],
+        ],
     },
     entry_points={
         "vllm.general_plugins": ["raysessions = raysessions.actors.engines.vllm_plugin:register"],

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from raysessions.errors import RequestCancelledError, SessionStoppedError, ValidationError
+
+POLL_S = 0.05
 
 KEPT_RESULTS = 64
 """Finished operations per session whose result a repeated sequence number still gets."""
@@ -29,6 +32,18 @@ class Entry:
     outcome: asyncio.Future[Any]
     begun: bool = False
 
+    def resolve(self, result: Any) -> None:
+        if not self.outcome.done():
+            self.outcome.set_result(result)
+
+    def fail(self, error: BaseException) -> None:
+        if not self.outcome.done():
+            self.outcome.set_exception(error)
+
+    def settle(self, result: Any) -> None:
+        """With a result, or with an error."""
+        self.fail(result) if isinstance(result, BaseException) else self.resolve(result)
+
     @property
     def num_tokens(self) -> int:
         return getattr(self.op, "num_tokens", 0)
@@ -42,6 +57,8 @@ class _Session:
     """Waiting, running and the last finished ones, by sequence number."""
     awaited: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
     """Outcomes asked for before their operation came."""
+    held_by: Entry | None = None
+    """An operation that the later ones wait for."""
     in_turn: bool = False
     allowance: int = 0
     """Tokens that the session may still take in its turn; what is left over counts in the next one."""
@@ -61,6 +78,23 @@ class OpQueue:
 
     def open(self, session_id: str) -> None:
         self._sessions[session_id] = _Session()
+
+    def restore(
+        self, session_id: str, last_seq: int, op: Any, result: Any, later: Mapping[int, Any], results: Mapping[int, Any]
+    ) -> None:
+        """A session whose operation `last_seq` had `result`, with the `later` ones in line again; `results` has those of them
+        that must not run again."""
+        session = self._sessions[session_id] = _Session(next_seq=last_seq + 1)
+        if op is not None:
+            session.entries[last_seq] = Entry(session_id, last_seq, op, _new_outcome(), begun=True)
+            session.entries[last_seq].settle(result)
+        for seq_id in range(last_seq + 1, max(later, default=last_seq) + 1):
+            entry = session.entries[seq_id] = Entry(session_id, seq_id, later.get(seq_id), _new_outcome())
+            if seq_id not in later:
+                entry.fail(RequestCancelledError("Cancelled before it began; nothing was applied."))
+            elif seq_id in results:
+                entry.settle(results[seq_id])
+        self._changed.set()
 
     def close(self, session_id: str) -> None:
         """Forgets the session; what has not begun fails with SessionStoppedError."""
@@ -108,6 +142,11 @@ class OpQueue:
         self._changed.set()
         return True
 
+    def hold(self, entry: Entry) -> None:
+        """The session's next operation waits until this one has its outcome."""
+        self._session(entry.session_id).held_by = entry
+        entry.outcome.add_done_callback(lambda _: self._changed.set())
+
     async def next(self) -> Entry:
         """The next operation to run; waits until there is one."""
         while True:
@@ -153,7 +192,9 @@ class OpQueue:
         self._sessions.move_to_end(session_id)
 
     def _head(self, session: _Session) -> Entry | None:
-        """The session's next operation, skipping cancelled ones; None if it has not arrived."""
+        """The session's next operation, skipping cancelled ones; None if it has not arrived or must wait."""
+        if session.held_by is not None and not session.held_by.outcome.done():
+            return None
         while (entry := session.entries.get(session.next_seq)) is not None and entry.outcome.done():
             session.pass_by()
         return entry
@@ -172,11 +213,14 @@ class Slots:
         self._changed = asyncio.Event()
         self.taken = 0
 
-    async def free(self) -> None:
-        """Waits until one is free."""
+    async def one_free(self) -> None:
         while self.taken >= self._count:
             self._changed.clear()
             await self._changed.wait()
+
+    async def all_free(self) -> None:
+        while self.taken:
+            await asyncio.sleep(POLL_S)
 
     def take(self) -> None:
         self.taken += 1

@@ -17,12 +17,24 @@ from raysessions.errors import PlacementError
 MAX_CALLS = 10_000
 """Calls that one async actor holds at the same time: every unfinished future is one."""
 
+NAMESPACE = "raysessions"
+"""Of the actors' names."""
+
+RESTARTED = {"max_restarts": -1, "max_task_retries": -1}
+
 T = TypeVar("T")
 
 
 def light_actor(cls: type[T], **options: Any) -> Any:
     """An actor class that only passes messages: no CPU of its own."""
     return ray.remote(cls).options(num_cpus=0, max_concurrency=MAX_CALLS, **options)
+
+
+def durable_actor(cls: type[T], name: str, *args: Any, **kwargs: Any) -> Any:
+    """A light actor that belongs to nobody and is started again when its process dies; calls that it had not answered are then
+    made again. It ends by `ray.kill`."""
+    options = {"name": name, "namespace": NAMESPACE, "lifetime": "detached", "get_if_exists": True, **RESTARTED}
+    return light_actor(cls, **options).remote(*args, **kwargs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +92,20 @@ def _reserve(options: dict[str, Any], count: int) -> PlacementGroup | None:
     if not bundle:
         return None
     selector = options.get("label_selector")
-    return placement_group([bundle] * count, strategy="PACK", bundle_label_selector=[selector] * count if selector else None)
+    owner = ray.get_runtime_context().get_actor_name() or ""
+    if owner:
+        _remove_left_over(owner)
+    return placement_group(
+        [bundle] * count, strategy="PACK", name=owner, bundle_label_selector=[selector] * count if selector else None
+    )
+
+
+def _remove_left_over(name: str) -> None:
+    """The group that this actor reserved before its process died and was started again: Ray keeps it."""
+    try:
+        remove_placement_group(ray.util.get_placement_group(name))
+    except ValueError:
+        return  # there is none
 
 
 async def _ping(actor: Any) -> None:

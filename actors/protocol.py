@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,11 +14,16 @@ from raysessions.batch import Batch
 from raysessions.config import LoraConfig
 from raysessions.errors import SamplingPoolError, TrainingGroupError
 from raysessions.operations import Loss, SampleRequest
+from raysessions.training_state import TrainingState
 from raysessions.types import AdamParams, SampleResponse
 
 
 class PeerFailedError(TrainingGroupError):
     """This rank did its part, another did not; the other's error is the one to tell."""
+
+
+class RankDiedError(TrainingGroupError):
+    """The group is to be replaced."""
 
 
 class ReplicaFailedError(SamplingPoolError):
@@ -104,6 +110,31 @@ class AdapterFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class RankState:
+    """One rank's part of a session's state."""
+
+    weights: AdapterWeights | None
+    """float32; rank 0's alone, for all have the same."""
+    moments: dict[str, np.ndarray]
+    """AdamW's, of what this rank steps: all of it at ZeRO stage 0, and then rank 0's alone; else its slice. Empty before the
+    first step."""
+    gradient: np.ndarray | None
+    """What this rank has accumulated; means something to the same rank of an equal group only."""
+    step: int
+
+
+def joined(parts: Sequence[RankState], seed: int) -> TrainingState:
+    """The whole state from every rank's part, in their order."""
+    weights = parts[0].weights
+    assert weights is not None, "rank 0 has the weights"
+    moments = {}
+    for name in parts[0].moments:
+        slices = [part.moments[name] for part in parts if part.moments]
+        moments[name] = (slices[0] if len(slices) == 1 else np.concatenate(slices))[: len(weights.flat)]
+    return TrainingState(weights, moments, parts[0].step, seed)
+
+
+@dataclass(frozen=True, slots=True)
 class LossResult:
     """One rank's part of a forward or forward_backward over a batch."""
 
@@ -131,6 +162,13 @@ class TrainingEngine(Protocol):
     def optim_step(self, session_id: str, adam: AdamParams) -> dict[str, float]: ...
 
     def export_adapter(self, session_id: str) -> AdapterWeights: ...
+
+    def num_steps(self, session_id: str) -> int:
+        """Optimizer steps so far."""
+
+    def export_state(self, session_id: str) -> RankState: ...
+
+    def load_state(self, session_id: str, state: TrainingState, gradient: np.ndarray | None) -> None: ...
 
     def release_memory(self) -> None:
         """Gives back what is only kept for the next operation."""

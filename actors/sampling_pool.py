@@ -16,14 +16,14 @@ from raysessions.actors.sampling_replica import Replica
 from raysessions.actors.sampling_replicas import ReplicaSet
 from raysessions.actors.sampling_router import blocks_of, choose
 from raysessions.actors.sampling_versions import Version, Versions
-from raysessions.actors.version_copies import VersionCopies
+from raysessions.actors.saved_versions import SavedVersions
 from raysessions.adapter_weights import AdapterWeights
 from raysessions.config import SamplingConfig
 from raysessions.errors import RequestTimeoutError, SamplingPoolError
 from raysessions.models import local_folder, tokenizer_files
 from raysessions.operations import SampleRequest
+from raysessions.storage_location import StoredUri
 from raysessions.types import SampleResponse, SamplingParams
-from raysessions.uris import VersionUri
 
 TURN_S = 0.5
 """How long a version may wait for a slot in the engines' batches before another has to let its requests run out."""
@@ -38,17 +38,15 @@ class SamplingPool:
         self,
         base_model: str,
         config: SamplingConfig,
-        registry: str | None,
-        merged: tuple[VersionUri, AdapterWeights] | None = None,
+        merged: tuple[StoredUri, AdapterWeights] | None = None,
     ) -> None:
         """
         Args:
-            registry: where live versions are copied to.
             merged: a version to serve merged into the base model; the pool then answers from that alone.
         """
         self._base_model = base_model
         self._config = config
-        self._copies = VersionCopies(registry)
+        self._saved = SavedVersions(base_model)
         self._merged_uri = None if merged is None else merged[0]
         self._versions = Versions(config.max_live_versions, is_held)
         self._queue: RequestQueue[Replica] = RequestQueue(config.max_queued_requests)
@@ -56,12 +54,14 @@ class SamplingPool:
             base_model,
             config,
             None if merged is None else (ray.put(merged[1]),),
-            self._copies.read,
+            self._saved.read_copy,
             prepare=self._bind_live,
             changed=self._dispatch,
             ruined=self._fail,
         )
         self._phases = SamplingPhases()
+        self._is_second_life = ray.get_runtime_context().was_current_actor_reconstructed
+        self._loading = asyncio.Lock()
         self._starting: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -83,12 +83,37 @@ class SamplingPool:
         await self.start()
         await self._replicas.scale(num_replicas)
 
-    async def publish(self, uri: VersionUri, weights: tuple[ray.ObjectRef], num_modules: int) -> None:
-        """Makes `uri` live on every replica, or on none. Retires what is too old."""
-        await self.start()
-        version = self._versions.new(uri, weights, num_modules)
+    async def publish(self, uri: StoredUri, session_id: str, weights: tuple[ray.ObjectRef], num_modules: int) -> None:
+        """Makes `uri` live on every replica, or on none. Retires what is too old. Safe to call again."""
+        if uri not in self._versions:
+            await self._make_live(self._versions.new(uri, session_id, weights, num_modules))
+
+    async def load(self, uri: StoredUri) -> tuple[ray.ObjectRef]:
+        """Makes a saved version live, from the registry unless it is live already. It is for as long as anybody holds the
+        object returned. Raises `SamplerExpiredError` when it is neither."""
+        async with self._loading:
+            if uri not in self._versions:
+                _, weights = await self._saved.read(uri)
+                version = self._versions.new(uri, None, (ray.put(weights),), weights.num_modules)
+                lease = self._leased(version)
+                await self._make_live(version)
+                return lease
+        return self._leased(self._versions.get(uri))
+
+    async def _version(self, uri: StoredUri) -> Version:
+        """A live version. A pool that was started again has none, and takes from the registry what is asked for."""
+        if self._is_second_life and uri not in self._versions:
+            async with self._loading:
+                if uri not in self._versions:
+                    info, weights = await self._saved.await_copy(uri)
+                    version = self._versions.new(uri, info.session_id, (ray.put(weights),), weights.num_modules)
+                    await self._make_live(version)
+        return self._versions.get(uri)
+
+    async def _make_live(self, version: Version) -> None:
         bound: list[Replica] = []
         try:
+            await self.start()
             await self._replicas.any_serving()
             await self._phases.wait()
             while missing := [replica for replica in self._replicas.serving if replica not in bound]:
@@ -98,14 +123,14 @@ class SamplingPool:
             self._versions.retire(version)
             self._free_retired()
             raise
-        self._forget(self._versions.add(version))
-        self._copies.write(version)
+        if self._versions.add(version):
+            self._free_retired()
 
-    async def sample(self, client_id: str, uri: VersionUri | None, request: SampleRequest) -> SampleResponse:
+    async def sample(self, client_id: str, uri: StoredUri | None, request: SampleRequest) -> SampleResponse:
         """Samples from the version `uri`, or from the base model. Raises `SamplerExpiredError` once it is retired,
         `BackPressureError` when too many wait, `RequestTimeoutError` when its time is over."""
         await self.start()
-        version = None if uri in (None, self._merged_uri) else self._versions.get(uri)
+        version = None if uri is None or uri == self._merged_uri else await self._version(uri)
         try:
             async with asyncio.timeout(self._config.request_timeout_s):
                 return await self._sample(client_id, version, request)
@@ -115,25 +140,23 @@ class SamplingPool:
                 "replicas (service.scale_samplers), or raise SamplingConfig.request_timeout_s."
             ) from error
 
-    async def compute_logprobs(self, client_id: str, uri: VersionUri | None, prompt: list[int]) -> list[float | None]:
+    async def compute_logprobs(self, client_id: str, uri: StoredUri | None, prompt: list[int]) -> list[float | None]:
         """The prompt's own logprobs: a sample of one token whose prompt part is kept."""
         one_token = SamplingParams(max_tokens=1, temperature=0.0)
         response = await self.sample(client_id, uri, SampleRequest(prompt, 1, one_token, True, 0))
         return response.prompt_logprobs or []
 
-    async def lease(self, uri: VersionUri) -> tuple[ray.ObjectRef]:
-        """Keeps the version live for as long as anybody holds the object returned."""
-        version = self._versions.get(uri)
-        lease = new_lease()
-        version.leases.add(lease.binary())
-        return (lease,)
+    async def is_live(self, uri: StoredUri) -> bool:
+        return uri in self._versions
 
-    async def weights(self, uri: VersionUri) -> tuple[ray.ObjectRef]:
-        """Of a live version: an AdapterWeights."""
-        return self._versions.get(uri).weights
+    async def weights(self, uri: StoredUri) -> tuple[str, tuple[ray.ObjectRef]]:
+        """Of a live version: its base model, and an AdapterWeights."""
+        return self._base_model, self._versions.get(uri).weights
 
     async def drop_session(self, session_id: str) -> None:
-        self._forget([self._versions.retire(version) for version in self._versions.of_session(session_id)])
+        for version in self._versions.of_session(session_id):
+            self._versions.retire(version)
+        self._free_retired()
 
     async def rest(self, host_id: str) -> None:
         """A host wants to train: returns when what was begun has been answered and the engines sleep."""
@@ -243,10 +266,10 @@ class SamplingPool:
                 await replica.bind(version)
             bound |= missing
 
-    def _forget(self, retired: list[Version]) -> None:
-        for version in retired:
-            self._copies.delete(version)
-        self._free_retired()
+    def _leased(self, version: Version) -> tuple[ray.ObjectRef]:
+        lease = new_lease()
+        version.leases.add(lease.binary())
+        return (lease,)
 
     def _free_retired(self) -> None:
         for replica in self._replicas.serving:

@@ -20,10 +20,10 @@ from raysessions.actors.sampling_router import PrefixIndex
 from raysessions.actors.sampling_versions import Version
 from raysessions.config import SamplingConfig
 from raysessions.errors import SamplingPoolError
+from raysessions.storage_location import StoredUri
 from raysessions.types import SampleResponse
-from raysessions.uris import VersionUri
 
-ReadCopy = Callable[[VersionUri], Awaitable[tuple[ray.ObjectRef]]]
+ReadCopy = Callable[[StoredUri], Awaitable[tuple[ray.ObjectRef]]]
 """Fetches a version's weights from the registry."""
 
 PROBE_EVERY_S = 1.0
@@ -171,10 +171,10 @@ class Replica:
 
     async def _add(self, version: Version) -> int:
         try:
-            return await _answered(self.actor.add_adapter.remote(version.adapter_id, str(version.uri), version.weights))
+            return await _answered(self.actor.add_adapter.remote(version.adapter_id, version.name, version.weights))
         except ObjectLostError:  # with its owner, the session's host, or with a node
             version.weights = await self._read_copy(version.uri)
-            return await _answered(self.actor.add_adapter.remote(version.adapter_id, str(version.uri), version.weights))
+            return await _answered(self.actor.add_adapter.remote(version.adapter_id, version.name, version.weights))
 
     async def unbind_retired(self) -> None:
         """Frees what no request needs any more."""
@@ -230,6 +230,7 @@ class Replica:
 
     def kill(self) -> None:
         self._placed.end()
+        self._resident.clear()  # errors told of this replica may outlive it, and their frames hold it
 
 
 async def _answered(ref: ray.ObjectRef) -> Any:

@@ -13,7 +13,7 @@ from raysessions.actors.protocol import CoreShare, ModelFacts
 from raysessions.actors.sampling_replica import Replica
 from raysessions.config import SamplingConfig
 from raysessions.errors import SamplingPoolError
-from raysessions.uris import VersionUri
+from raysessions.storage_location import StoredUri
 
 RESTART_DELAYS_S = (0.0, 2.0, 10.0, 30.0)
 """Before each attempt to bring a replica back; after the last one its seat is given up."""
@@ -47,7 +47,7 @@ class ReplicaSet:
         base_model: str,
         config: SamplingConfig,
         merged: tuple[ray.ObjectRef] | None,
-        read_copy: Callable[[VersionUri], Awaitable[tuple[ray.ObjectRef]]],
+        read_copy: Callable[[StoredUri], Awaitable[tuple[ray.ObjectRef]]],
         *,
         prepare: Callable[[Replica], Awaitable[None]],
         changed: Callable[[], None],

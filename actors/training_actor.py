@@ -5,14 +5,16 @@ from __future__ import annotations
 import socket
 from typing import TYPE_CHECKING
 
+import numpy as np
 import ray
 
-from raysessions.actors.protocol import AdapterFacts, Address, LossResult, ModelFacts, Seat
+from raysessions.actors.protocol import AdapterFacts, Address, LossResult, ModelFacts, RankState, Seat
 from raysessions.actors.threads import limit_threads
 from raysessions.adapter_weights import AdapterWeights
 from raysessions.batch import Batch
 from raysessions.config import LoraConfig, TrainingConfig
 from raysessions.models import local_folder
+from raysessions.training_state import TrainingState
 from raysessions.types import AdamParams
 
 if TYPE_CHECKING:
@@ -60,8 +62,16 @@ class TrainingActor:
     def optim_step(self, session_id: str, adam: AdamParams) -> dict[str, float]:
         return self._engine.optim_step(session_id, adam)
 
-    def export_adapter(self, session_id: str) -> AdapterWeights:
-        return self._engine.export_adapter(session_id)
+    @ray.method(num_returns=2)
+    def export_adapter(self, session_id: str) -> tuple[AdapterWeights, int]:
+        """The weights, and after how many steps: small, so that who only hands the weights on learns that they are there."""
+        return self._engine.export_adapter(session_id), self._engine.num_steps(session_id)
+
+    def export_state(self, session_id: str) -> RankState:
+        return self._engine.export_state(session_id)
+
+    def load_state(self, session_id: str, state: TrainingState, gradient: np.ndarray | None) -> None:
+        self._engine.load_state(session_id, state, gradient)
 
     def release_memory(self) -> None:
         self._engine.release_memory()

@@ -17,14 +17,24 @@ import ray
 from raysessions.actors.answer import answer
 from raysessions.actors.maths.metrics import Part, merge
 from raysessions.actors.placement import Placed, place_engine_actors
-from raysessions.actors.protocol import AdapterFacts, Address, LossResult, ModelFacts, PeerFailedError, Seat
+from raysessions.actors.protocol import (
+    AdapterFacts,
+    Address,
+    LossResult,
+    ModelFacts,
+    PeerFailedError,
+    RankDiedError,
+    RankState,
+    Seat,
+)
 from raysessions.actors.training_actor import TrainingActor
 from raysessions.config import LoraConfig, TrainingConfig
-from raysessions.errors import TrainingGroupError
 from raysessions.operations import LossOp
-from raysessions.types import AdamParams, ForwardBackwardOutput, OptimStepResponse, TensorData
+from raysessions.responses import OptimStepResponse
+from raysessions.training_state import TrainingState
+from raysessions.types import AdamParams, ForwardBackwardOutput, TensorData
 
-RANK_DIED = TrainingGroupError("A training rank died, and the session's weights with it. Create a new session.")
+RANK_DIED = RankDiedError("A training rank died.")
 
 STRAGGLER_S = 60.0
 """How long the other ranks may take to answer once one has failed: at ZeRO stage 3 they may wait for it for ever."""
@@ -58,9 +68,26 @@ class TrainingGroup:
     def optim_step(self, session_id: str, adam: AdamParams) -> Awaitable[OptimStepResponse]:
         return _respond(self._together([rank.optim_step.remote(session_id, adam) for rank in self._ranks]))
 
-    def export_adapter(self, session_id: str) -> ray.ObjectRef:
-        """The adapter as an object in the store, by reference: the host never holds the weights. Every rank has them."""
-        return self._ranks[0].export_adapter.remote(session_id)
+    def export_adapter(self, session_id: str) -> tuple[ray.ObjectRef, Awaitable[int]]:
+        """The adapter as an object in the store, by reference: the host never holds the weights. And, once it is there, after
+        how many steps. Every rank has the weights, so one is asked."""
+        weights, step = self._ranks[0].export_adapter.remote(session_id)
+        return weights, _first(self._together([step]))
+
+    def export_state(self, session_id: str) -> list[ray.ObjectRef]:
+        """Every rank's part, by reference."""
+        return [rank.export_state.remote(session_id) for rank in self._ranks]
+
+    def gather(self, parts: Sequence[ray.ObjectRef]) -> Awaitable[list[RankState]]:
+        """What `export_state` refers to."""
+        return self._together(parts)
+
+    def load_state(self, session_id: str, state: TrainingState, gradients: Sequence[np.ndarray | None] = ()) -> Awaitable[None]:
+        """`gradients`: one for each rank, or none."""
+        shared = ray.put(state)
+        gradients = gradients or [None] * len(self._ranks)
+        calls = [rank.load_state.remote(session_id, shared, own) for rank, own in zip(self._ranks, gradients, strict=True)]
+        return _first(self._together(calls))
 
     def release_memory(self) -> Awaitable[None]:
         return _first(self._together([rank.release_memory.remote() for rank in self._ranks]))
@@ -113,7 +140,7 @@ def _error(call: asyncio.Future[Any]) -> BaseException | None:
 
 
 def _is_death(error: BaseException | None) -> bool:
-    return isinstance(error, TrainingGroupError) and not isinstance(error, PeerFailedError)
+    return isinstance(error, RankDiedError)
 
 
 async def _first(answers: Awaitable[list[Any]]) -> Any:

@@ -13,6 +13,7 @@ from raysessions.datums import datum_for_rl, datum_for_supervised
 from raysessions.errors import (
     BackPressureError,
     CheckpointError,
+    CheckpointMismatchError,
     CheckpointNotFoundError,
     ClusterUnreachableError,
     ConfigError,
@@ -29,13 +30,23 @@ from raysessions.errors import (
     SamplingPoolError,
     SessionError,
     SessionStoppedError,
+    StorageError,
     TrainingGroupError,
     ValidationError,
 )
 from raysessions.future import APIFuture
 from raysessions.losses import LOSSES, LossSpec, register_loss
+from raysessions.responses import (
+    CheckpointInfo,
+    LoadStateResponse,
+    OptimStepResponse,
+    SaveStateResponse,
+    SaveWeightsForSamplerResponse,
+    SessionInfo,
+)
 from raysessions.sampling_client import SamplingClient
 from raysessions.service_client import ServiceClient
+from raysessions.settings import Settings
 from raysessions.training_client import TrainingClient
 from raysessions.types import (
     AdamParams,
@@ -43,12 +54,9 @@ from raysessions.types import (
     EncodedTextChunk,
     ForwardBackwardOutput,
     ModelInput,
-    OptimStepResponse,
     SampledSequence,
     SampleResponse,
     SamplingParams,
-    SaveWeightsForSamplerResponse,
-    SessionInfo,
     TensorData,
 )
 
@@ -60,6 +68,8 @@ __all__ = [
     "AdamParams",
     "BackPressureError",
     "CheckpointError",
+    "CheckpointInfo",
+    "CheckpointMismatchError",
     "CheckpointNotFoundError",
     "ClusterUnreachableError",
     "ConfigError",
@@ -69,6 +79,7 @@ __all__ = [
     "EncodedTextChunk",
     "ForwardBackwardOutput",
     "IntegrityError",
+    "LoadStateResponse",
     "LossError",
     "LossSpec",
     "ModelInput",
@@ -85,11 +96,14 @@ __all__ = [
     "SamplingConfig",
     "SamplingParams",
     "SamplingPoolError",
+    "SaveStateResponse",
     "SaveWeightsForSamplerResponse",
     "ServiceClient",
     "SessionError",
     "SessionInfo",
     "SessionStoppedError",
+    "Settings",
+    "StorageError",
     "TensorData",
     "TrainingClient",
     "TrainingConfig",

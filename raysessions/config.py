@@ -74,6 +74,13 @@ class TrainingConfig(ActorConfig):
     """Tokens of one packed forward and backward. More is faster until memory or attention costs bite; a longer
     sequence gets a micro-batch of its own. None: 2048 on CPU, 8192 on GPU."""
 
+    snapshot_every: int = Field(default=1, ge=1)
+    """Optimizer steps from one copy of the session's state, kept outside the ranks, to the next. When a rank dies, all are
+    replaced and do again what came after the copy: more steps cost less time now and more then."""
+    max_recoveries: int = Field(default=3, ge=0)
+    """How often the ranks may die under one operation, and be replaced, before it is given up (`TrainingGroupError`). 0: not at
+    all, and no copies are kept."""
+
     @model_validator(mode="after")
     def _offload_needs_stage_3(self) -> TrainingConfig:
         if self.offload_param and self.zero_stage != 3:

@@ -15,7 +15,9 @@ RaySessionsError
 │   └── EmptyGradientError           optim_step with nothing accumulated
 ├── CheckpointError                  a saved version cannot be used
 │   ├── CheckpointNotFoundError      there is none
-│   └── IntegrityError               it is not as it was written
+│   ├── CheckpointMismatchError      it is of another base model, or of another LoRA shape
+│   ├── IntegrityError               it is not as it was written, or under another key
+│   └── StorageError                 the storage failed: names the path and the reason
 ├── ClusterUnreachableError          no Ray cluster answers at the address
 ├── RequestTimeoutError              not finished in time
 ├── RequestCancelledError            cancelled before it ran
@@ -85,8 +87,16 @@ class CheckpointNotFoundError(CheckpointError):
     """There is no such version."""
 
 
+class CheckpointMismatchError(CheckpointError):
+    """The version is of another base model, or of another LoRA shape."""
+
+
 class IntegrityError(CheckpointError):
-    """A file is not as it was written."""
+    """A file is not as it was written, or was encrypted with another key."""
+
+
+class StorageError(CheckpointError):
+    """The storage failed; the message names the path and the reason."""
 
 
 class ClusterUnreachableError(RaySessionsError, ConnectionError):

@@ -6,6 +6,7 @@ A `base_model` is a folder, a Hugging Face id, or a name of the catalogue below.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from dataclasses import dataclass
@@ -13,6 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from raysessions.errors import ConfigError, ModelNotFoundError
+
+SAMPLES = 256
+SAMPLE_BYTES = 4096
+"""Of each weights file, for its fingerprint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +90,20 @@ def checkpoint_dtype(folder: Path) -> str:
     if stated not in ("float32", "bfloat16"):
         raise ConfigError(f"{folder} is in {stated}: set dtype='bfloat16' or 'float32' in the training and sampling configs.")
     return stated
+
+
+def fingerprint(folder: Path) -> str:
+    """Tells base models apart: a digest of config.json, and of each weights file its name, size, beginning and samples from all
+    over it. Reading all of a large model would take minutes."""
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for file in sorted(folder.glob("*.safetensors")):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size} ".encode())
+        with file.open("rb") as content:
+            for begin in sorted({0, *(size * part // SAMPLES for part in range(SAMPLES))}):
+                content.seek(begin)
+                digest.update(content.read(SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 def tokenizer_files(folder: Path) -> dict[str, bytes]:

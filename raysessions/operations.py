@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 from raysessions.batch import Batch
 from raysessions.config import LoraConfig, SamplingConfig, TrainingConfig
+from raysessions.storage_location import StorageLocation
 from raysessions.types import AdamParams, SamplingParams
+from raysessions.uris import VersionUri
 
 if TYPE_CHECKING:
     import ray
@@ -75,12 +77,34 @@ class OptimStepOp:
 
 @dataclass(frozen=True, slots=True)
 class SaveForSamplerOp:
-    """`save_weights_for_sampler`."""
+    """`save_weights_for_sampler` and `save_weights_and_get_sampling_client`."""
 
     name: str
+    is_refresh: bool = False
+    """Only the last few of these are kept in the registry."""
+    merge_weights: bool = False
+    ttl_seconds: float | None = None
 
 
-Operation = LossOp | CustomLossOp | AbandonedOp | OptimStepOp | SaveForSamplerOp
+@dataclass(frozen=True, slots=True)
+class SaveStateOp:
+    """`save_state`."""
+
+    name: str
+    ttl_seconds: float | None
+    overwrite: bool
+    user_metadata: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadStateOp:
+    """`load_state` and `load_state_with_optimizer`."""
+
+    uri: VersionUri
+    with_optimizer: bool
+
+
+Operation = LossOp | CustomLossOp | AbandonedOp | OptimStepOp | SaveForSamplerOp | SaveStateOp | LoadStateOp
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +116,29 @@ class SampleRequest:
     params: SamplingParams
     prompt_logprobs: bool
     topk_prompt_logprobs: int
+
+
+@dataclass(frozen=True, slots=True)
+class SaveSettings:
+    """Where a session's versions go, and under which names."""
+
+    location: StorageLocation
+    group: str
+    tenant: str
+    user_metadata: dict[str, str]
+    keep_refreshes: int | None
+    """How many of the session's newest refreshes are kept; None: all."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartingPoint:
+    """What a session starts from instead of fresh weights."""
+
+    uri: VersionUri | None
+    """In the registry."""
+    state: tuple[ray.ObjectRef] | None
+    """Of a TrainingState, brought by the driver."""
+    with_optimizer: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,5 +155,5 @@ class SessionRequest:
     training: TrainingConfig
     sampling: SamplingConfig
     """With max_lora_rank decided."""
-    output_uri: str | None
-    """Where the registry is; None for the cluster's default."""
+    saves: SaveSettings
+    start: StartingPoint | None = None

@@ -10,9 +10,9 @@ import ray
 from raysessions.errors import ConfigError
 from raysessions.future import APIFuture
 from raysessions.operations import SampleRequest
+from raysessions.storage_location import StoredUri
 from raysessions.tokenizer import load_tokenizer
 from raysessions.types import ModelInput, SampleResponse, SamplingParams, as_model_input, as_typed
-from raysessions.uris import VersionUri
 
 
 class SamplingClient:
@@ -21,7 +21,7 @@ class SamplingClient:
     def __init__(
         self,
         pool: Any,
-        uri: VersionUri | None,
+        uri: StoredUri | None,
         lease: ray.ObjectRef | None,
         *,
         vocab_size: int,
@@ -108,13 +108,14 @@ class SamplingClient:
         return f"SamplingClient({self.version or 'base model'})"
 
 
-def open_sampling_client(pool: Any, uri: VersionUri | None, *, vocab_size: int, context_length: int) -> SamplingClient:
-    """A client of a live version, which stays live for it. Raises `SamplerExpiredError` if it is not live."""
-    lease = None if uri is None else APIFuture(pool.lease.remote(uri)).result()[0]
+def open_sampling_client(pool: Any, uri: StoredUri | None, *, vocab_size: int, context_length: int) -> SamplingClient:
+    """A client of a version, which is live for as long as the client is there. Raises `SamplerExpiredError` if it is neither
+    live nor saved."""
+    lease = None if uri is None else APIFuture(pool.load.remote(uri)).result()[0]
     return SamplingClient(pool, uri, lease, vocab_size=vocab_size, context_length=context_length)
 
 
 def _rebuild(
-    pool: Any, uri: VersionUri | None, lease: ray.ObjectRef | None, vocab_size: int, context_length: int, client_id: str
+    pool: Any, uri: StoredUri | None, lease: ray.ObjectRef | None, vocab_size: int, context_length: int, client_id: str
 ) -> SamplingClient:
     return SamplingClient(pool, uri, lease, vocab_size=vocab_size, context_length=context_length, client_id=client_id)

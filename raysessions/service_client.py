@@ -5,55 +5,51 @@ from __future__ import annotations
 import contextlib
 import secrets
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Unpack
 
 import ray
 from ray.exceptions import RayActorError
 
-from raysessions.actors.placement import light_actor
-from raysessions.actors.session_manager import DriverAnchor, SessionManager
+from raysessions.actors.placement import NAMESPACE, RESTARTED, light_actor
+from raysessions.actors.session_manager import DriverAnchor, SessionManager, anchor_name
+from raysessions.checkpoint_catalogue import CheckpointCatalogue
 from raysessions.cluster import connect
-from raysessions.config import LoraConfig, SamplingConfig, TrainingConfig
-from raysessions.errors import ConfigError, SamplerExpiredError
+from raysessions.config import LoraConfig, SamplingConfig
+from raysessions.errors import ConfigError
 from raysessions.future import APIFuture
 from raysessions.models import CATALOGUE
-from raysessions.operations import SessionRequest
+from raysessions.operations import SessionRequest, StartingPoint
+from raysessions.peft_folder import read_folder
 from raysessions.progress import wait_with_progress
+from raysessions.responses import CheckpointInfo
 from raysessions.sampling_client import SamplingClient, open_sampling_client
+from raysessions.settings import Settings, SettingsKeywords
+from raysessions.storage_location import StoredUri
 from raysessions.training_client import TrainingClient
-from raysessions.uris import VersionUri, check_name, new_session_id
+from raysessions.uris import SCHEME, VersionUri, check_name, new_session_id
 
 MANAGER = "raysessions-manager"
-NAMESPACE = "raysessions"
 
 
-class ServiceClient:
+class ServiceClient(CheckpointCatalogue):
     """A driver's connection. What it created ends with it: at `close()`, or when the process ends in any way."""
 
-    def __init__(
-        self,
-        address: str | None = None,
-        *,
-        output_uri: str | None = None,
-        training: TrainingConfig | None = None,
-        sampling: SamplingConfig | None = None,
-    ) -> None:
+    def __init__(self, address: str | None = None, **settings: Unpack[SettingsKeywords]) -> None:
         """
         Args:
             address: None for the Ray cluster this process is connected to, else `RAY_ADDRESS`, else a local Ray started
                 for you; or "auto", "HOST:PORT", "ray://HOST:PORT".
-            output_uri: where versions are kept: a folder that the cluster's nodes see, or a URI that pyarrow knows (s3, gs,
-                hdfs, file). None: `$RAYSESSIONS_HOME/versions` or `~/.raysessions/versions` on the cluster.
-            training: default settings of the sessions' training actors.
-            sampling: default settings of the sessions' samplers.
+            settings: defaults for what this client creates, as `Settings` explains them; each is a keyword of every `create_*`
+                too, which then comes first.
         """
+        self._settings = Settings().but(settings)
+        _ = self._settings.location  # a key that cannot be read is told now
         connect(address)
-        self._output_uri = output_uri
-        self._training = training or TrainingConfig()
-        self._sampling = sampling or SamplingConfig()
         self._driver_id = secrets.token_hex(8)
-        self._anchor = light_actor(DriverAnchor).remote()
+        anchor = {"name": anchor_name(self._driver_id), "namespace": NAMESPACE, **RESTARTED}
+        self._anchor = light_actor(DriverAnchor, **anchor).remote()
         self._manager = self._meet_manager()
 
     def create_lora_training_client(
@@ -69,9 +65,8 @@ class ServiceClient:
         target_modules: Sequence[str] | None = None,
         name: str | None = None,
         share: bool = True,
-        training: TrainingConfig | None = None,
-        sampling: SamplingConfig | None = None,
         timeout_s: float = 900,
+        **settings: Unpack[SettingsKeywords],
     ) -> TrainingClient:
         """Starts a training session and blocks until it is ready, telling on stderr what it waits for.
 
@@ -88,8 +83,8 @@ class ServiceClient:
             name: of the session, unique in the cluster; None makes one up.
             share: use the loaded base model of other sessions with the same configs, taking turns with them; each adds its
                 adapter's memory only. False: a base model of its own.
-            training, sampling: settings for this session instead of the service's.
             timeout_s: for the whole start. When it passes, what was placed is freed.
+            settings: for this session instead of the client's; see `Settings`.
 
         A failure or Ctrl-C frees what was placed.
         """
@@ -103,19 +98,40 @@ class ServiceClient:
             train_attn=train_attn,
             target_modules=None if target_modules is None else tuple(target_modules),
         )
-        request = SessionRequest(
-            session_id=new_session_id() if name is None else check_name(name),
-            token=secrets.token_hex(8),
-            base_model=base_model,
-            lora=lora,
-            share=share,
-            training=training or self._training,
-            sampling=(sampling or self._sampling).for_rank(rank),
-            output_uri=self._output_uri,
-        )
-        created = self._manager.create_session.remote(self._driver_id, request)
-        host, pool, info = self._await_start(created, base_model, request.session_id, request.token, timeout_s)
-        return TrainingClient(self._manager, host, pool, info, timeout_s=timeout_s)
+        return self._start_session(base_model, lora, None, name, share, timeout_s, self._settings.but(settings))
+
+    def create_training_client_from_state(
+        self,
+        path: str | Path,
+        *,
+        base_model: str | None = None,
+        name: str | None = None,
+        share: bool = True,
+        timeout_s: float = 900,
+        **settings: Unpack[SettingsKeywords],
+    ) -> TrainingClient:
+        """Starts a session with the weights of `path` and a fresh optimizer. Rank, alpha and layers come from there.
+
+        Args:
+            path: a saved version (`raysessions://GROUP/vN`), or a PEFT folder on this machine, made here or elsewhere.
+            base_model: None for the checkpoint's own. Another one is refused, but for a PEFT folder, which does not prove its.
+            name, share, timeout_s, settings: as for `create_lora_training_client`.
+        """
+        return self._from_state(path, base_model, name, share, timeout_s, settings, with_optimizer=False)
+
+    def create_training_client_from_state_with_optimizer(
+        self,
+        path: str | Path,
+        *,
+        base_model: str | None = None,
+        name: str | None = None,
+        share: bool = True,
+        timeout_s: float = 900,
+        **settings: Unpack[SettingsKeywords],
+    ) -> TrainingClient:
+        """Like `create_training_client_from_state`, and AdamW goes on where it was: the run continues as if it had not stopped.
+        Ranks and ZeRO stage may be others than the saved run's."""
+        return self._from_state(path, base_model, name, share, timeout_s, settings, with_optimizer=True)
 
     def create_sampling_client(
         self,
@@ -123,42 +139,45 @@ class ServiceClient:
         base_model: str | None = None,
         *,
         merged: bool = False,
-        sampling: SamplingConfig | None = None,
         timeout_s: float = 900,
+        **settings: Unpack[SettingsKeywords],
     ) -> SamplingClient:
-        """A client of a live version (`raysessions://SESSION/vN`), or of a base model without adapter. Exactly one of the
-        two. Blocks until the samplers are ready.
+        """A client of a version (`raysessions://GROUP/vN`), or of a base model without adapter. Exactly one of the two. Blocks
+        until the samplers are ready.
+
+        A version that a running session serves is answered by that session's samplers; another is read from the registry.
 
         Args:
             merged: serve the version from samplers of its own, with the adapter merged into the base model's weights: faster,
                 for an evaluation or a deployment of one version. They outlive its session.
-            sampling: settings of samplers that are started for this client; None for those of the version's session, or the
-                service's. Without `merged` a version is served by its session's samplers, and this is refused.
             timeout_s: for the whole start.
+            settings: for samplers that are started for this client; see `Settings`.
         """
         if (model_path is None) == (base_model is None):
             raise ConfigError("Give exactly one of model_path and base_model.")
+        own = self._settings.but(settings)
         session_id, token = new_session_id("sampler"), secrets.token_hex(8)
         if base_model is not None:
             if merged:
                 raise ConfigError("merged=True needs model_path: a base model has no adapter to merge.")
-            config = (sampling or self._sampling).for_rank(1)
-            created = self._manager.create_sampler.remote(
-                self._driver_id, session_id, token, base_model, config, self._output_uri
-            )
-            pool, facts = self._await_start(created, f"sampler of {base_model}", session_id, token, timeout_s)
+            pool, facts = self._start_sampler(base_model, session_id, token, own.sampling.for_rank(1), timeout_s)
             return open_sampling_client(pool, None, vocab_size=facts.vocab_size, context_length=facts.context_length)
-        uri = VersionUri.parse(str(model_path))
+        uri = StoredUri(VersionUri.parse(str(model_path)), own.location)
+        pool = None if merged else ray.get(self._manager.find_live.remote(uri))
+        if pool is not None:
+            if settings.get("sampling") is not None:
+                raise ConfigError("sampling is the session's, which serves this version: leave it out, or give merged=True.")
+            facts = APIFuture(pool.start.remote()).result(timeout_s)
+            return open_sampling_client(pool, uri, vocab_size=facts.vocab_size, context_length=facts.context_length)
         if merged:
-            created = self._manager.create_merged_sampler.remote(self._driver_id, session_id, token, uri, sampling)
+            created = self._manager.create_merged_sampler.remote(
+                self._driver_id, session_id, token, uri, own.sampling.for_rank(1)
+            )
             pool, facts = self._await_start(created, f"merged sampler of {uri}", session_id, token, timeout_s)
             return SamplingClient(pool, uri, None, vocab_size=facts.vocab_size, context_length=facts.context_length)
-        if sampling is not None:
-            raise ConfigError("sampling is the session's, which serves this version: leave it out, or give merged=True.")
-        pool = ray.get(self._manager.get_pool.remote(uri.session_id))
-        if pool is None:
-            raise SamplerExpiredError(f"{uri} is not live: its session has ended.")
-        facts = APIFuture(pool.start.remote()).result(timeout_s)
+        info: CheckpointInfo = APIFuture(self._manager.get_checkpoint.remote(own.location, uri.uri)).result()
+        config = own.sampling.for_rank(info.rank)
+        pool, facts = self._start_sampler(info.base_model, session_id, token, config, timeout_s)
         return open_sampling_client(pool, uri, vocab_size=facts.vocab_size, context_length=facts.context_length)
 
     def scale_samplers(self, num_replicas: int, *, timeout_s: float = 900) -> None:
@@ -171,6 +190,14 @@ class ServiceClient:
             raise ConfigError(f"num_replicas is {num_replicas!r}: give at least 1. Sessions end with stop().")
         APIFuture(self._manager.scale_samplers.remote(self._driver_id, num_replicas)).result(timeout_s)
 
+    def list_sessions(self) -> list[str]:
+        """Names of the cluster's running sessions."""
+        return APIFuture(self._manager.list_sessions.remote()).result()
+
+    def stop_session(self, name: str) -> None:
+        """Ends a session, whoever created it. Safe to call again."""
+        APIFuture(self._manager.stop_session.remote(name)).result()
+
     def list_base_models(self) -> list[str]:
         """The catalogue's names. Folders and Hugging Face ids are base models too."""
         return sorted(CATALOGUE)
@@ -179,6 +206,62 @@ class ServiceClient:
         """Stops all that this client created. Safe to call again."""
         with contextlib.suppress(RayActorError):  # the manager has ended already, and then so has all else
             ray.get(self._manager.disconnect.remote(self._driver_id))
+
+    def _from_state(
+        self,
+        path: str | Path,
+        base_model: str | None,
+        name: str | None,
+        share: bool,
+        timeout_s: float,
+        settings: SettingsKeywords,
+        *,
+        with_optimizer: bool,
+    ) -> TrainingClient:
+        own = self._settings.but(settings)
+        if str(path).startswith(SCHEME):
+            uri = VersionUri.parse(str(path))
+            info: CheckpointInfo = APIFuture(self._manager.get_checkpoint.remote(own.location, uri)).result()
+            lora = LoraConfig(
+                rank=info.rank, alpha=info.alpha, seed=secrets.randbits(31), target_modules=tuple(info.target_modules)
+            )
+            start = StartingPoint(uri, None, with_optimizer)
+            return self._start_session(base_model or info.base_model, lora, start, name, share, timeout_s, own)
+        folder = read_folder(path, with_optimizer=with_optimizer)
+        chosen = base_model or folder.base_model
+        if chosen is None:
+            raise ConfigError(f"{path} does not name its base model: give base_model.")
+        start = StartingPoint(None, (ray.put(folder.state),), with_optimizer)
+        return self._start_session(chosen, folder.lora, start, name, share, timeout_s, own)
+
+    def _start_session(
+        self,
+        base_model: str,
+        lora: LoraConfig,
+        start: StartingPoint | None,
+        name: str | None,
+        share: bool,
+        timeout_s: float,
+        settings: Settings,
+    ) -> TrainingClient:
+        request = SessionRequest(
+            session_id=new_session_id(settings.session_name_prefix) if name is None else check_name(name),
+            token=secrets.token_hex(8),
+            base_model=base_model,
+            lora=lora,
+            share=share,
+            training=settings.training,
+            sampling=settings.sampling.for_rank(lora.rank),
+            saves=settings.saves,
+            start=start,
+        )
+        created = self._manager.create_session.remote(self._driver_id, request)
+        host, pool, info = self._await_start(created, base_model, request.session_id, request.token, timeout_s)
+        return TrainingClient(self._manager, host, pool, info, settings.location, timeout_s=timeout_s)
+
+    def _start_sampler(self, base_model: str, session_id: str, token: str, config: SamplingConfig, timeout_s: float) -> Any:
+        created = self._manager.create_sampler.remote(self._driver_id, session_id, token, base_model, config)
+        return self._await_start(created, f"sampler of {base_model}", session_id, token, timeout_s)
 
     def _await_start(self, created: ray.ObjectRef, what: str, session_id: str, token: str, timeout_s: float) -> Any:
         try:
@@ -191,10 +274,10 @@ class ServiceClient:
         """The cluster's manager, created if there is none. One that is just leaving is replaced by the next."""
         for attempt in range(3):
             manager = light_actor(
-                SessionManager, name=MANAGER, namespace=NAMESPACE, lifetime="detached", get_if_exists=True
+                SessionManager, name=MANAGER, namespace=NAMESPACE, lifetime="detached", get_if_exists=True, **RESTARTED
             ).remote()
             try:
-                ray.get(manager.connect.remote(self._driver_id, self._anchor))
+                ray.get(manager.connect.remote(self._driver_id))
                 return manager
             except RayActorError:
                 if attempt == 2:

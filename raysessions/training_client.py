@@ -17,19 +17,19 @@ from raysessions.errors import ConfigError, SessionStoppedError
 from raysessions.future import APIFuture
 from raysessions.loss_op import loss_op, pickled_function
 from raysessions.losses import LossSpec, get_loss, resolve_config
-from raysessions.operations import Loss, LossOp, Operation, OptimStepOp, SaveForSamplerOp
+from raysessions.operations import LoadStateOp, Loss, LossOp, Operation, OptimStepOp, SaveForSamplerOp, SaveStateOp
 from raysessions.progress import wait_with_progress
-from raysessions.sampling_client import SamplingClient, open_sampling_client
-from raysessions.tokenizer import load_tokenizer
-from raysessions.types import (
-    AdamParams,
-    Datum,
-    ForwardBackwardOutput,
+from raysessions.responses import (
+    LoadStateResponse,
     OptimStepResponse,
+    SaveStateResponse,
     SaveWeightsForSamplerResponse,
     SessionInfo,
-    as_typed,
 )
+from raysessions.sampling_client import SamplingClient, open_sampling_client
+from raysessions.storage_location import StorageLocation, StoredUri
+from raysessions.tokenizer import load_tokenizer
+from raysessions.types import AdamParams, Datum, ForwardBackwardOutput, as_typed
 from raysessions.uris import VersionUri
 
 
@@ -40,11 +40,14 @@ class TrainingClient:
     share a client.
     """
 
-    def __init__(self, manager: Any, host: Any, pool: Any, info: SessionInfo, *, timeout_s: float) -> None:
+    def __init__(
+        self, manager: Any, host: Any, pool: Any, info: SessionInfo, location: StorageLocation, *, timeout_s: float
+    ) -> None:
         self._manager = manager
         self._host = host
         self._pool = pool
         self._info = info
+        self._location = location
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._last_seq = 0
@@ -97,19 +100,54 @@ class TrainingClient:
         """
         return self._submit(OptimStepOp(as_typed(AdamParams, adam_params)))
 
-    def save_weights_for_sampler(self, name: str) -> APIFuture[SaveWeightsForSamplerResponse]:
-        """Makes the weights as of now a version that samplers answer from. It never changes afterwards."""
-        if not isinstance(name, str) or not name:
-            raise ConfigError(f"save_weights_for_sampler needs a name, not {name!r}.")
-        future = self._submit(SaveForSamplerOp(name))
-        self._saves.append(future)
-        return future
+    def save_weights_for_sampler(
+        self, name: str, merge_weights: bool = False, ttl_seconds: float | None = None
+    ) -> APIFuture[SaveWeightsForSamplerResponse]:
+        """Makes the weights as of now a version that samplers answer from and the registry keeps. It never changes afterwards.
+
+        Args:
+            name: yours, to find it again by.
+            merge_weights: save a whole model, the adapter merged into the base model's weights, which `transformers` loads by
+                itself (`export_checkpoint`). The future then waits until it is written.
+            ttl_seconds: delete it from the registry after so long.
+        """
+        return self._save_for_sampler(SaveForSamplerOp(_checked(name), False, merge_weights, _positive(ttl_seconds)))
 
     def save_weights_and_get_sampling_client(self, name: str | None = None) -> SamplingClient:
-        """Saves and returns a client pinned to the new version. Blocks until every replica has it."""
-        saved = self.save_weights_for_sampler(name or "unnamed")
+        """Saves and returns a client pinned to the new version. Blocks until every replica has it.
+
+        For the refresh of each step: of these the registry keeps the newest `keep_refreshes`.
+        """
+        saved = self._save_for_sampler(SaveForSamplerOp(_checked(name or "refresh"), is_refresh=True))
         wait_with_progress(saved, f"sampler of {self._info.base_model}", self._pool.phase.remote, self._timeout_s)
         return self._sampling_client(VersionUri.parse(saved.result().path))
+
+    def save_state(
+        self,
+        name: str,
+        ttl_seconds: float | None = None,
+        overwrite: bool = False,
+        user_metadata: Mapping[str, str] | None = None,
+    ) -> APIFuture[SaveStateResponse]:
+        """Saves all that continues this session as if it had not stopped: weights, optimizer, step. An accumulated gradient is
+        not part of it.
+
+        Args:
+            name: yours. One that this session has used is refused (`CheckpointError`), unless `overwrite`, which then deletes
+                the older version.
+            ttl_seconds: delete it after so long.
+            user_metadata: goes with it, besides the session's.
+        """
+        return self._submit(SaveStateOp(_checked(name), _positive(ttl_seconds), overwrite, dict(user_metadata or {})))
+
+    def load_state(self, path: str) -> APIFuture[LoadStateResponse]:
+        """Takes the weights of a version, with a fresh optimizer and no gradient. The future raises `CheckpointMismatchError`
+        if it is of another base model or LoRA shape, and then nothing has changed."""
+        return self._submit(LoadStateOp(VersionUri.parse(path), with_optimizer=False))
+
+    def load_state_with_optimizer(self, path: str) -> APIFuture[LoadStateResponse]:
+        """Like `load_state`, with the optimizer and the step count of a version that `save_state` made."""
+        return self._submit(LoadStateOp(VersionUri.parse(path), with_optimizer=True))
 
     def create_sampling_client(self, model_path: str | None = None) -> SamplingClient:
         """A client of the version `model_path`, of the session's newest version, or of the base model if there is none.
@@ -144,6 +182,11 @@ class TrainingClient:
             self._stopped = True
             APIFuture(self._manager.stop_session.remote(self._info.session_id)).result()
 
+    def _save_for_sampler(self, op: SaveForSamplerOp) -> APIFuture[SaveWeightsForSamplerResponse]:
+        future = self._submit(op)
+        self._saves.append(future)
+        return future
+
     def _loss_op(
         self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, float] | None, *, backward: bool
     ) -> LossOp:
@@ -173,7 +216,8 @@ class TrainingClient:
 
     def _sampling_client(self, uri: VersionUri | None) -> SamplingClient:
         info = self._info
-        return open_sampling_client(self._pool, uri, vocab_size=info.vocab_size, context_length=info.context_length)
+        stored = None if uri is None else StoredUri(uri, self._location)
+        return open_sampling_client(self._pool, stored, vocab_size=info.vocab_size, context_length=info.context_length)
 
     def _check_running(self) -> None:
         if self._stopped:
@@ -194,3 +238,15 @@ class TrainingClient:
     def __repr__(self) -> str:
         info = self._info
         return f"TrainingClient({info.session_id}, {info.base_model}, rank {info.rank})"
+
+
+def _checked(name: str) -> str:
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"What is saved needs a name, not {name!r}.")
+    return name
+
+
+def _positive(ttl_seconds: float | None) -> float | None:
+    if ttl_seconds is not None and not ttl_seconds > 0:
+        raise ConfigError(f"ttl_seconds is {ttl_seconds!r}: give seconds above 0, or None to keep it.")
+    return ttl_seconds

@@ -213,52 +213,6 @@ class ForwardBackwardOutput:
         return self.metrics["loss:sum"] / weight if weight else math.nan
 
 
-@dataclass(frozen=True, slots=True)
-class OptimStepResponse:
-    """What `optim_step` resolves to."""
-
-    metrics: dict[str, float]
-    """`grad_norm:max` is the gradient's L2 norm before clipping; `step:max` counts this session's optimizer steps."""
-
-
-@dataclass(frozen=True, slots=True)
-class SaveWeightsForSamplerResponse:
-    """What `save_weights_for_sampler` resolves to."""
-
-    path: str
-    """`raysessions://SESSION/vN`: give it to `create_sampling_client(model_path=…)`."""
-    version: int
-    """N: 1 for a session's first save, never used twice."""
-    name: str
-    """As given."""
-
-
-@dataclass(frozen=True, slots=True)
-class SessionInfo:
-    """What `get_info` returns."""
-
-    session_id: str
-    base_model: str
-    rank: int
-    """LoRA rank."""
-    alpha: float
-    seed: int
-    """Of the adapter's initial weights."""
-    target_modules: tuple[str, ...]
-    """Names of the adapted linear layers, without their path, sorted."""
-    num_trainable_parameters: int
-    vocab_size: int
-    context_length: int
-    """Tokens in one sequence at most."""
-    dtype: str
-    """Of the base model's weights; adapters are float32."""
-    num_workers: int
-    """Training ranks that hold the base model."""
-    zero_stage: int
-    sharing: tuple[str, ...] = ()
-    """The other sessions that train on the same loaded base model, sorted, when `get_info` was called."""
-
-
 def as_model_input(value: Any) -> ModelInput:
     """Ours, tinker's (by shape), or a plain list of token ids."""
     if isinstance(value, ModelInput):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +16,12 @@ from tiny_model import make_tiny_model
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.pop("RAY_ADDRESS", None)
+
+# A home of their own, with the models of the user's.
+_home = Path(tempfile.mkdtemp(prefix="raysessions-home-"))
+atexit.register(shutil.rmtree, _home, ignore_errors=True)
+(_home / "models").symlink_to(Path(os.environ.get("RAYSESSIONS_HOME", "~/.raysessions")).expanduser() / "models")
+os.environ["RAYSESSIONS_HOME"] = str(_home)
 
 REPOSITORY = Path(__file__).parent.parent
 

@@ -10,6 +10,8 @@ from datums import supervised
 
 import raysessions as rs
 from raysessions.actors.protocol import PoolStatus
+from raysessions.storage_location import StoredUri
+from raysessions.uris import VersionUri
 
 NO_CPU = {"num_cpus": 0}
 """Actor options: the machine has two CPUs, and the resident session's actors have them."""
@@ -26,6 +28,11 @@ SURE = -0.2
 
 def status(training: rs.TrainingClient) -> PoolStatus:
     return ray.get(training._pool.status.remote())
+
+
+def stored(training: rs.TrainingClient, path: str) -> StoredUri:
+    """A version as the pool knows it."""
+    return StoredUri(VersionUri.parse(path), training._location)
 
 
 def greedy(max_tokens: int = 20) -> rs.SamplingParams:

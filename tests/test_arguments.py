@@ -55,7 +55,7 @@ def names_of(prefix: str) -> set[str]:
 def test_every_argument_of_every_verb_has_a_test_here():
     """A new argument without one fails here."""
     create = inspect.signature(rs.ServiceClient.create_lora_training_client).parameters
-    assert names_of("create") == create.keys() - {"self"}
+    assert names_of("create") == create.keys() - {"self", "settings"} | rs.Settings.model_fields.keys()
     assert names_of("training") == rs.TrainingConfig.model_fields.keys()
     assert names_of("adam") == rs.AdamParams.model_fields.keys()
     verbs = (rs.TrainingClient.forward, rs.TrainingClient.forward_backward)
@@ -129,6 +129,53 @@ def test_create_sampling(create):
         create(rank=64, sampling=rs.SamplingConfig(max_lora_rank=8))
 
 
+def test_create_tenant(create, service):
+    path = create(tenant="somebody").save_state("s").result().path
+    assert service.get_checkpoint(path).tenant == "somebody"
+    with pytest.raises(rs.ConfigError, match="small letters"):
+        create(tenant="Some Body")
+
+
+def test_create_model_package_group(create):
+    assert create(model_package_group="our-models").save_state("s").result().path.startswith("raysessions://our-models/v")
+    with pytest.raises(rs.ConfigError, match="small letters"):
+        create(model_package_group="../elsewhere")
+
+
+def test_create_output_uri(create, tmp_path):
+    create(output_uri=str(tmp_path)).save_state("s").result()
+    assert (tmp_path / "versions/default/v1/manifest.json").exists()
+
+
+def test_create_storage_options(create, tmp_path):
+    create(output_uri=f"file://{tmp_path}", storage_options={"auto_mkdir": True}).save_state("s").result()
+    assert (tmp_path / "versions/default/v1/manifest.json").exists()
+
+
+def test_create_encryption_key(create, service, tmp_path):
+    create(output_uri=str(tmp_path), encryption_key=b"k" * 32).save_state("s").result()
+    assert b"lora" not in (tmp_path / "versions/default/v1/adapter_model.safetensors").read_bytes()
+    with pytest.raises(rs.ConfigError, match="32 bytes"):
+        create(encryption_key=b"short")
+
+
+def test_create_keep_refreshes(create, service):
+    """What it keeps is shown in test_checkpoints.py."""
+    with pytest.raises(rs.ConfigError, match="keep_refreshes"):
+        create(keep_refreshes=0)
+
+
+def test_create_user_metadata(create, service):
+    path = create(user_metadata={"a": "b"}).save_state("s").result().path
+    assert service.get_checkpoint(path).user_metadata == {"a": "b"}
+    with pytest.raises(rs.ConfigError, match="user_metadata"):
+        create(user_metadata={"a": 1})
+
+
+def test_create_session_name_prefix(create):
+    assert create(session_name_prefix="ours").get_info().session_id.startswith("ours-")
+
+
 def test_create_timeout_s(create):
     with pytest.raises(rs.RequestTimeoutError):
         create(training=config_of(max_tokens_per_micro_batch=77), timeout_s=0.01)
@@ -194,6 +241,20 @@ def test_training_offload_param(create):
 def test_training_gradient_checkpointing(create):
     training = create(seed=0, training=config_of(gradient_checkpointing=True))
     assert stepped(training) == pytest.approx(stepped(create(seed=0)), abs=1e-4)
+
+
+def test_training_snapshot_every(create):
+    """What it is for is shown in test_recovery.py."""
+    assert stepped(create(seed=0, training=config_of(snapshot_every=2))) == stepped(create(seed=0, training=config_of()))
+    with pytest.raises(rs.ConfigError, match="snapshot_every"):
+        rs.TrainingConfig(snapshot_every=0)
+
+
+def test_training_max_recoveries(create):
+    """What it is for is shown in test_recovery.py."""
+    assert stepped(create(seed=0, training=config_of(max_recoveries=0))) == stepped(create(seed=0, training=config_of()))
+    with pytest.raises(rs.ConfigError, match="max_recoveries"):
+        rs.TrainingConfig(max_recoveries=-1)
 
 
 def test_training_max_tokens_per_micro_batch(create):

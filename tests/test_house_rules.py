@@ -18,7 +18,8 @@ WORDS = [
     LIBRARY / f"{name}.py"
     for name in (
         *("types", "errors", "losses", "config", "uris", "operations", "batch", "datums", "models"),
-        *("adapter_weights", "registry"),
+        *("adapter_weights", "encryption", "manifest", "registry", "responses", "saved_adapter", "storage", "storage_location"),
+        *("training_state", "version_numbers"),
     )
 ]
 # A new file beside the words is a client until it is listed elsewhere.

@@ -111,19 +111,6 @@ def test_sessions_of_one_base_share_its_host(service, resident, tiny_model):
     assert _training_actors() == before
 
 
-def test_a_killed_rank_fails_its_operations_with_a_sentence(service, tiny_model, resident):
-    config = rs.TrainingConfig(num_threads=1, actor_options={"num_cpus": 0})
-    before = _training_actors()
-    with service.create_lora_training_client(str(tiny_model), rank=4, training=config) as training:
-        running = training.forward_backward(supervised([500] * 300))
-        (pid,) = _training_actors() - before
-        os.kill(pid, signal.SIGKILL)
-        with pytest.raises(rs.TrainingGroupError, match="Create a new session"):
-            running.result(timeout=60)
-        with pytest.raises(rs.TrainingGroupError):
-            training.optim_step().result(timeout=60)
-
-
 def _sessions(resident: rs.TrainingClient) -> list[str]:
     return ray.get(resident._manager.list_sessions.remote())
 

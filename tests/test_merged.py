@@ -16,7 +16,6 @@ import raysessions as rs
 from raysessions.actors.engines.adapter_files import AdapterFiles
 from raysessions.actors.engines.merged_weights import write_merged
 from raysessions.config import LoraConfig
-from raysessions.errors import SamplingPoolError
 
 
 @pytest.fixture
@@ -50,7 +49,7 @@ def test_an_adapter_of_another_model_is_refused(adapter, tiny_model, tmp_path):
     for file in other.glob("*.safetensors"):
         file.unlink()
     merged.mkdir()
-    with pytest.raises(SamplingPoolError, match="cannot be merged"):
+    with pytest.raises(rs.CheckpointMismatchError, match="cannot be merged"):
         write_merged(other, adapter, merged)
 
 
@@ -76,7 +75,7 @@ def test_arguments_that_do_not_fit_together_are_refused(service, training, tiny_
         service.create_sampling_client(base_model=str(tiny_model), merged=True)
     with pytest.raises(rs.ConfigError, match="merged=True"):
         service.create_sampling_client(sampler.version, sampling=rs.SamplingConfig())
-    with pytest.raises(rs.SamplerExpiredError, match="ended"):
+    with pytest.raises(rs.CheckpointNotFoundError, match="nobody/v1"):
         service.create_sampling_client("raysessions://nobody/v1", merged=True)
     with pytest.raises(rs.ConfigError, match="max_restarts"):
         rs.SamplingConfig(actor_options={"max_restarts": 3})

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 import ray
 from datums import supervised
-from pools import PROMPT, train, trainer_logprobs
+from pools import PROMPT, stored, train, trainer_logprobs
 from waiting import wait_for
 
 import raysessions as rs
-from raysessions.uris import VersionUri
 
 
 @pytest.fixture
@@ -80,9 +79,14 @@ def test_a_client_stays_with_its_version_until_it_is_retired(service, training):
     assert ray.get(holder.greedy_tokens.remote()) == before.tokens
     ray.kill(holder)
     wait_for(lambda: _is_retired_by_a_save(training, path))
+    again = training.create_sampling_client(path)  # from the registry
+    assert _greedy(again).tokens == before.tokens
+    del again
+    service.delete_checkpoint(path)
+    wait_for(lambda: _is_retired_by_a_save(training, path))
     with pytest.raises(rs.SamplerExpiredError, match="max_live_versions"):
         training.create_sampling_client(path)
-    with pytest.raises(rs.SamplerExpiredError):
+    with pytest.raises(rs.CheckpointNotFoundError):
         service.create_sampling_client(model_path=path)
     assert _greedy(later[-1]).tokens
 
@@ -90,7 +94,7 @@ def test_a_client_stays_with_its_version_until_it_is_retired(service, training):
 def _is_retired_by_a_save(training: rs.TrainingClient, path: str) -> bool:
     training.save_weights_for_sampler("push").result()
     try:
-        ray.get(training._pool.weights.remote(VersionUri.parse(path)))
+        ray.get(training._pool.weights.remote(stored(training, path)))
     except rs.SamplerExpiredError:
         return True
     return False
@@ -115,17 +119,18 @@ def test_publishing_the_same_adapter_twice_changes_nothing(training):
 
 def test_a_save_that_vllm_does_not_bind_whole_fails(training):
     """The pool is told to expect one module more than the adapter has, as if vLLM had passed one over."""
-    ref = training._host.submit.remote(training.get_info().session_id, 1, training_save_op())
-    assert ray.get(ref).version == 1
+    session_id = training.get_info().session_id
+    ref = training._host.submit.remote(session_id, 1, training_save_op())
+    assert ray.get(ref).version >= 1
     weights = ray.put(_adapter_like(training, num_layers=2))
-    uri = VersionUri(training.get_info().session_id, 99)
+    uri = stored(training, "raysessions://never/v99")
     with pytest.raises(rs.SamplingPoolError, match=r"bound 14 of the adapter's 15"):
-        ray.get(training._pool.publish.remote(uri, (weights,), 15))
-    assert not _is_live(training, 99)
+        ray.get(training._pool.publish.remote(uri, session_id, (weights,), 15))
+    assert not _is_live(training, str(uri))
     unknown = ray.put(_adapter_like(training, num_layers=2, rename=("q_proj", "z_proj")))
     with pytest.raises(Exception, match="z_proj"):
-        ray.get(training._pool.publish.remote(uri, (unknown,), 14))
-    assert not _is_live(training, 99)
+        ray.get(training._pool.publish.remote(uri, session_id, (unknown,), 14))
+    assert not _is_live(training, str(uri))
 
 
 def training_save_op():
@@ -176,20 +181,15 @@ def test_fifty_saves_leave_memory_and_tmpfs_as_they_were(training):
     for _ in range(10):
         training.save_weights_for_sampler("warm").result()
     before, files_before = _replica_memory(), _adapter_folders()
-    for _ in range(50):
-        training.save_weights_for_sampler("again").result()
+    paths = [training.save_weights_for_sampler("again").result().path for _ in range(50)]
     assert _adapter_folders() == files_before
     assert _replica_memory() - before < 100 * 2**20
-    assert _is_live(training, 60)
-    assert not _is_live(training, 52)
+    assert _is_live(training, paths[-1])
+    assert not _is_live(training, paths[-9])
 
 
-def _is_live(training: rs.TrainingClient, version: int) -> bool:
-    try:
-        training.create_sampling_client(f"raysessions://{training.get_info().session_id}/v{version}")
-    except rs.SamplerExpiredError:
-        return False
-    return True
+def _is_live(training: rs.TrainingClient, path: str) -> bool:
+    return ray.get(training._pool.is_live.remote(stored(training, path)))
 
 
 def _replica_memory() -> int:

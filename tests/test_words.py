@@ -15,16 +15,16 @@ from raysessions.uris import VersionUri, check_name, new_session_id
 
 
 @pytest.mark.parametrize(
-    ("text", "session_id", "version"),
+    ("text", "group", "version"),
     [("raysessions://session-0a1b/v1", "session-0a1b", 1), ("raysessions://my_run/v120", "my_run", 120)],
 )
-def test_a_version_is_written_as_it_is_read(text: str, session_id: str, version: int):
+def test_a_version_is_written_as_it_is_read(text: str, group: str, version: int):
     uri = VersionUri.parse(text)
-    assert (uri.session_id, uri.version) == (session_id, version)
+    assert (uri.group, uri.version) == (group, version)
     assert str(uri) == text
     assert VersionUri.parse(str(uri)) == uri
     assert pickle.loads(pickle.dumps(uri)) == uri
-    assert {uri: 1}[VersionUri(session_id, version)] == 1
+    assert {uri: 1}[VersionUri(group, version)] == 1
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_what_is_not_a_version_is_refused_with_the_form_of_one(text: str):
     with pytest.raises(ConfigError) as refusal:
         VersionUri.parse(text)
     assert repr(text) in str(refusal.value)
-    assert "expected raysessions://SESSION/vN" in str(refusal.value)
+    assert "expected raysessions://GROUP/vN" in str(refusal.value)
 
 
 @pytest.mark.parametrize("name", ["a", "7", "my-run_2", "x" * 64])

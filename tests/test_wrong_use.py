@@ -93,7 +93,7 @@ def test_exactly_one_of_model_path_and_base_model(service):
         service.create_sampling_client()
     with pytest.raises(rs.ConfigError, match="not a version"):
         service.create_sampling_client(model_path="/some/folder")
-    with pytest.raises(rs.SamplerExpiredError, match="session has ended"):
+    with pytest.raises(rs.CheckpointNotFoundError, match="nobody/v1"):
         service.create_sampling_client(model_path="raysessions://nobody/v1")
 
 

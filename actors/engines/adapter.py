@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 from peft import LoraConfig as PeftLoraConfig
 from peft import inject_adapter_in_model
@@ -18,10 +19,11 @@ from peft.tuners.lora import LoraLayer
 from raysessions.actors.engines import lora_linear
 from raysessions.actors.engines.process_group import ProcessGroup
 from raysessions.actors.engines.sharded_adamw import ShardedAdamW
-from raysessions.actors.protocol import AdapterFacts
-from raysessions.adapter_weights import AdapterWeights
+from raysessions.actors.protocol import AdapterFacts, RankState
+from raysessions.adapter_weights import AdapterWeights, Entries, flatten, from_flat
 from raysessions.config import LoraConfig
 from raysessions.errors import EmptyGradientError
+from raysessions.training_state import TrainingState
 from raysessions.types import AdamParams
 
 
@@ -141,12 +143,47 @@ class Adapter:
             return self._group.sum(self.gradient)
         return self._group.sum_slices(self.gradient) if self._zero_stage == 1 else self.gradient
 
+    def state(self) -> RankState:
+        """This rank's part of all that training goes on from. The arrays are views until the next operation."""
+        speaks = self._group.world_rank == 0
+        has_moments = speaks or self._zero_stage >= 1
+        return RankState(
+            weights=self.export(torch.float32) if speaks else None,
+            moments={name: part.cpu().numpy() for name, part in self._optimizer.moments().items()} if has_moments else {},
+            gradient=self.gradient.cpu().numpy() if self.has_gradient else None,
+            step=self.step,
+        )
+
+    def load(self, state: TrainingState, gradient: np.ndarray | None) -> None:
+        """Goes on from `state`, on any number of ranks. `gradient` is this rank's, as `state()` gave it. Raises
+        `CheckpointMismatchError`, and then nothing has changed."""
+        weights = self._whole(flatten(from_flat(state.weights), self._entries()))
+        moments = {
+            name: self._whole(flatten(from_flat(state.weights, moment), self._entries()))
+            for name, moment in state.moments.items()
+        }
+        self.weights.copy_(weights)
+        self._optimizer.load(moments, state.step)
+        self.step = state.step
+        self.has_gradient = gradient is not None
+        if gradient is not None:
+            self.gradient.copy_(torch.from_numpy(np.array(gradient)))
+
+    def _entries(self) -> Entries:
+        return tuple((name, tuple(parameter.shape)) for name, parameter in self._parameters)
+
+    def _whole(self, flat: np.ndarray) -> torch.Tensor:
+        """As long as `weights`."""
+        whole = torch.zeros(len(self.weights), dtype=torch.float32)
+        whole[: self.num_parameters] = torch.from_numpy(flat)
+        return whole
+
     def export(self, dtype: torch.dtype) -> AdapterWeights:
         """A copy of the weights in `dtype`, the base model's."""
         flat = self.weights[: self.num_parameters].to(dtype=dtype, copy=True).cpu()
         return AdapterWeights(
             flat=(flat.view(torch.uint16) if dtype == torch.bfloat16 else flat).numpy(),
-            entries=tuple((name, tuple(parameter.shape)) for name, parameter in self._parameters),
+            entries=self._entries(),
             rank=self.lora.rank,
             alpha=self.lora.alpha,
             target_modules=self.target_modules,

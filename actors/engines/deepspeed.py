@@ -21,11 +21,12 @@ from raysessions.actors.maths.batching import positions, select
 from raysessions.actors.maths.losses import LossInputs, LossOutput
 from raysessions.actors.maths.metrics import Part
 from raysessions.actors.maths.rows import Row, empty_row, plan_share
-from raysessions.actors.protocol import AdapterFacts, LossResult, ModelFacts, PeerFailedError, Seat
+from raysessions.actors.protocol import AdapterFacts, LossResult, ModelFacts, PeerFailedError, RankState, Seat
 from raysessions.adapter_weights import AdapterWeights
 from raysessions.batch import Batch
 from raysessions.config import LoraConfig, TrainingConfig
 from raysessions.operations import Loss
+from raysessions.training_state import TrainingState
 from raysessions.types import AdamParams
 
 DEFAULT_MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": 8192}
@@ -100,6 +101,15 @@ class DeepSpeedEngine:
 
     def export_adapter(self, session_id: str) -> AdapterWeights:
         return self._adapters[session_id].export(self._model.dtype)
+
+    def num_steps(self, session_id: str) -> int:
+        return self._adapters[session_id].step
+
+    def export_state(self, session_id: str) -> RankState:
+        return self._adapters[session_id].state()
+
+    def load_state(self, session_id: str, state: TrainingState, gradient: np.ndarray | None = None) -> None:
+        self._adapters[session_id].load(state, gradient)
 
     def _run_rows(self, batch: Batch, loss: Loss) -> tuple[LossResult, Exception | None]:
         """This rank's rows, and the first error in them. At stage 3 the ranks gather weights together, so all of them go

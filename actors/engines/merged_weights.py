@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from raysessions.adapter_weights import AdapterWeights
-from raysessions.errors import SamplingPoolError
+from raysessions.errors import CheckpointMismatchError
 
 _PEFT_PREFIX = "base_model.model."
 
 
 def write_merged(base: Path, adapter: AdapterWeights, folder: Path) -> None:
-    """Writes the merged model into the empty `folder`, one of the base's files at a time.
+    """Writes the merged model into the empty `folder`."""
+    for name, content in merged_files(base, adapter):
+        (folder / name).write_bytes(content)
+
+
+def merged_files(base: Path, adapter: AdapterWeights) -> Iterator[tuple[str, bytes]]:
+    """The merged model's files, name and content, one of the base's files at a time.
 
     Always from the pristine base, W + alpha / rank · B A in float32 and rounded once to the base's dtype: merging into merged
     weights would round each time.
@@ -25,11 +31,13 @@ def write_merged(base: Path, adapter: AdapterWeights, folder: Path) -> None:
     changes = _changes(adapter)
     for file in sorted(base.iterdir()):
         if file.suffix == ".safetensors":
-            _write_file(file, changes, folder / file.name)
+            yield file.name, _merged(file, changes)
         elif file.is_file():
-            shutil.copy(file, folder / file.name)
+            yield file.name, file.read_bytes()
     if changes:
-        raise SamplingPoolError(f"The base model in {base} has no weights named {sorted(changes)[:3]}…: it cannot be merged.")
+        raise CheckpointMismatchError(
+            f"The base model in {base} has no weights named {sorted(changes)[:3]}…: it cannot be merged."
+        )
 
 
 def _changes(adapter: AdapterWeights) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
@@ -55,10 +63,10 @@ def _tensors(weights: AdapterWeights) -> dict[str, torch.Tensor]:
     return {name: part.view(shape) for (name, shape), part in zip(weights.entries, parts, strict=True)}
 
 
-def _write_file(source: Path, changes: dict[str, tuple[torch.Tensor, torch.Tensor]], target: Path) -> None:
+def _merged(source: Path, changes: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> bytes:
     with safe_open(source, framework="pt") as weights:
         tensors = {name: weights.get_tensor(name) for name in weights.keys()}  # noqa: SIM118 - not a dict
         for name in tensors.keys() & changes.keys():
             b, a = changes.pop(name)
             tensors[name] = (tensors[name].float() + b @ a).to(tensors[name].dtype)
-        save_file(tensors, target, metadata=weights.metadata())
+        return save(tensors, metadata=weights.metadata())

@@ -1,0 +1,66 @@
+"""The operations that must be done again when ranks die: those since the last copy of the session's state. Plain Python."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from raysessions.actors.op_queue import Entry
+from raysessions.operations import CustomLossOp, LoadStateOp, LossOp, OptimStepOp
+
+
+@dataclass(slots=True, eq=False)
+class Record:
+    """An operation that was sent to the ranks."""
+
+    entry: Entry
+    is_done: bool = False
+    """The ranks have answered."""
+    deaths: int = 0
+    """How often ranks died while they had it."""
+
+    @property
+    def changes_state(self) -> bool:
+        op = self.entry.op
+        return (isinstance(op, LossOp) and op.backward) or isinstance(op, CustomLossOp | OptimStepOp | LoadStateOp)
+
+
+@dataclass(slots=True)
+class Journal:
+    """Of one session."""
+
+    snapshot_every: int
+    """Optimizer steps from one snapshot to the next."""
+    records: list[Record] = field(default_factory=list)
+    """In the order in which the ranks got them, from the copy on."""
+    last_sent: int = 0
+    """Sequence number of the last operation that the ranks got."""
+    _steps: int = 0
+
+    def begin(self, entry: Entry) -> Record:
+        record = Record(entry)
+        self.records.append(record)
+        self.last_sent = entry.seq_id
+        return record
+
+    def end(self, record: Record, *, failed: bool) -> None:
+        """The ranks have answered. What changed nothing need not be done again; a step that fails drops the gradient."""
+        record.is_done = True
+        if record in self.records and (not record.changes_state or (failed and not isinstance(record.entry.op, OptimStepOp))):
+            self.records.remove(record)
+
+    def wants_snapshot(self) -> bool:
+        """Called once after each optimizer step."""
+        self._steps += 1
+        return self._steps % self.snapshot_every == 0
+
+    def advance(self, seq_id: int) -> None:
+        """There is a copy of the state after operation `seq_id`: what led there is not needed any more."""
+        self.records = [record for record in self.records if record.entry.seq_id > seq_id]
+
+    @property
+    def done(self) -> list[Record]:
+        return [record for record in self.records if record.is_done]
+
+    @property
+    def pending(self) -> list[Record]:
+        return [record for record in self.records if not record.is_done]

@@ -1,0 +1,50 @@
+"""The manager's counter for the registry: clients' machines need not see the storage."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from raysessions.responses import CheckpointInfo, CheckpointKind
+from raysessions.storage_location import StorageLocation
+from raysessions.uris import VersionUri
+
+if TYPE_CHECKING:
+    from raysessions.registry import Registry
+
+
+class RegistryDesk:
+    """One line to the registry for each call, in a thread."""
+
+    async def list_checkpoints(
+        self, location: StorageLocation, group: str, kind: CheckpointKind | None, limit: int
+    ) -> list[CheckpointInfo]:
+        def listed() -> list[CheckpointInfo]:
+            registry = _open(location)
+            registry.sweep(group)
+            return list(itertools.islice(registry.list(group, kind=kind), limit))
+
+        return await asyncio.to_thread(listed)
+
+    async def get_checkpoint(self, location: StorageLocation, uri: VersionUri) -> CheckpointInfo:
+        return await asyncio.to_thread(lambda: _open(location).info(uri))
+
+    async def delete_checkpoint(self, location: StorageLocation, uri: VersionUri) -> None:
+        await asyncio.to_thread(lambda: _open(location).delete(uri))
+
+    async def set_checkpoint_ttl(self, location: StorageLocation, uri: VersionUri, ttl_seconds: float | None) -> None:
+        await asyncio.to_thread(lambda: _open(location).set_ttl(uri, ttl_seconds))
+
+    async def list_files(self, location: StorageLocation, uri: VersionUri) -> Sequence[str]:
+        return await asyncio.to_thread(lambda: _open(location).files(uri))
+
+    async def read_file(self, location: StorageLocation, uri: VersionUri, name: str) -> bytes:
+        return await asyncio.to_thread(lambda: bytes(_open(location).read(uri, only=[name])[1][name]))
+
+
+def _open(location: StorageLocation) -> Registry:
+    from raysessions.registry import Registry  # brings pyarrow, which a driver that imports this room does not need
+
+    return Registry(location)
