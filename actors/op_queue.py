@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from raysessions.errors import RequestCancelledError, SessionStoppedError, ValidationError
+from raysessions.errors import RequestCancelledError, SessionError, SessionStoppedError, ValidationError
 
 POLL_S = 0.05
 
@@ -95,6 +95,20 @@ class OpQueue:
             elif seq_id in results:
                 entry.settle(results[seq_id])
         self._changed.set()
+
+    def take_over(self, session_id: str) -> int:
+        """The number of the last operation that is in line without a gap. What waits behind a gap fails: its caller is gone."""
+        session = self._session(session_id)
+        last_seq = session.next_seq - 1
+        while last_seq + 1 in session.entries:
+            last_seq += 1
+        gone = SessionError(f"Another client has attached to session {session_id}.")
+        for seq_id in [seq_id for seq_id in session.entries if seq_id > last_seq]:
+            session.entries.pop(seq_id).fail(gone)
+        for outcome in session.awaited.values():
+            outcome.set_exception(gone)
+        session.awaited.clear()
+        return last_seq
 
     def close(self, session_id: str) -> None:
         """Forgets the session; what has not begun fails with SessionStoppedError."""

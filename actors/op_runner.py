@@ -17,11 +17,13 @@ from raysessions.actors.publication import publish
 from raysessions.actors.rank_keeper import RankKeeper
 from raysessions.actors.rank_operations import send
 from raysessions.actors.training_group import TrainingGroup
+from raysessions.actors.usage_meter import UsageMeter
 from raysessions.actors.vault_keeper import VaultKeeper
 from raysessions.config import TrainingConfig
 from raysessions.errors import SessionStoppedError, TrainingGroupError
-from raysessions.operations import LoadStateOp, OptimStepOp, SaveForSamplerOp, SaveStateOp
+from raysessions.operations import CustomLossOp, LoadStateOp, LossOp, OptimStepOp, SaveForSamplerOp, SaveStateOp
 from raysessions.responses import SaveStateResponse, SaveWeightsForSamplerResponse
+from raysessions.usage import Usage
 
 DISPATCHED_AHEAD = 2
 """Operations that the ranks have at the same time: one running and the next, so that they never wait for Python."""
@@ -39,6 +41,8 @@ class OpRunner:
         self._slots = Slots(DISPATCHED_AHEAD)
         self.vault = VaultKeeper(vault, self._keep_all)
         self.keeper = RankKeeper(base_model, config, sessions, self._slots, self.vault, self._send)
+        self._num_workers = config.num_workers
+        self.meter = UsageMeter()
         self._phases: TrainingPhases | None = None
         self._running: set[asyncio.Task[None]] = set()
 
@@ -121,8 +125,24 @@ class OpRunner:
             record.entry.fail(getattr(error, "cause", None) or error)
         else:
             session.journal.end(record, failed=False)
+            self._count(record.entry, result)
             await self.vault.noted(note)
             record.entry.resolve(result)
+
+    def _count(self, entry: Entry, result: Any) -> None:
+        """What the operation has used."""
+        seconds = self._num_workers * getattr(result, "metrics", {}).get("engine_seconds:max", 0.0)
+        self.meter.busy_s += seconds
+        match entry.op:
+            case LossOp(backward=True) | CustomLossOp():
+                usage = Usage(trained_tokens=entry.num_tokens, training_s=seconds)
+            case LossOp():
+                usage = Usage(forward_tokens=entry.num_tokens, training_s=seconds)
+            case OptimStepOp():
+                usage = Usage(optim_steps=1, training_s=seconds)
+            case _:
+                usage = Usage()
+        self.meter.add(entry.session_id, usage)
 
     async def _publish(
         self, session: HostedSession, record: Record, op: SaveForSamplerOp, weights: ray.ObjectRef, exported: Awaitable[int]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -54,10 +55,17 @@ class RankKeeper:
         self._ruin: TrainingGroupError | None = None
         """Why there are no ranks any more, and will be none."""
         self._recovering: asyncio.Task[None] | None = None
+        self._placed_at: float | None = None
         self.phase = "placing"
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the first ranks were placed."""
+        return 0.0 if self._placed_at is None else time.monotonic() - self._placed_at
 
     async def start(self) -> ModelFacts:
         self.group = await TrainingGroup.place(self._base_model, self._config)
+        self._placed_at = time.monotonic()
         self.phase = "loading"
         facts = await self.group.load()
         self._is_ready()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from raysessions.responses import CheckpointInfo, CheckpointKind
 from raysessions.storage_location import StorageLocation
 from raysessions.uris import VersionUri
+from raysessions.usage import AcceleratorTime, Usage, UsageReport
 
 if TYPE_CHECKING:
     from raysessions.registry import Registry
@@ -42,6 +43,14 @@ class RegistryDesk:
 
     async def read_file(self, location: StorageLocation, uri: VersionUri, name: str) -> bytes:
         return await asyncio.to_thread(lambda: bytes(_open(location).read(uri, only=[name])[1][name]))
+
+    async def _read_ledger(
+        self, location: StorageLocation, session: str | None, tenant: str, accelerators: list[AcceleratorTime]
+    ) -> UsageReport:
+        from raysessions.ledger import Ledger  # brings pyarrow
+
+        sessions = await asyncio.to_thread(lambda: Ledger(location).read(session, tenant))
+        return UsageReport(sessions, sum((entry.usage for entry in sessions), Usage()), accelerators)
 
 
 def _open(location: StorageLocation) -> Registry:

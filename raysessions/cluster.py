@@ -9,11 +9,14 @@ from pathlib import Path
 
 import ray
 
-from raysessions.errors import ClusterUnreachableError
+from raysessions.errors import ClusterUnreachableError, ConfigError
 
 PROBE_TIMEOUT_S = 3.0
 CURRENT_CLUSTER_FILE = Path("/tmp/ray/ray_current_cluster")
 """Where `ray start` leaves the address of this machine's cluster."""
+
+
+_is_local = False
 
 
 def connect(address: str | None) -> None:
@@ -28,12 +31,26 @@ def connect(address: str | None) -> None:
     if address == "local":
         _start_local()
         return
+    if address.startswith("ray://"):
+        _probe(address)
+        raise ConfigError(
+            f"{address}: sessions do not run over Ray Client, whose futures live in another process. Send the script into the "
+            "cluster (`ray job submit --working-dir . -- python loop.py --address auto`), or run it on one of its nodes with "
+            "address='auto' or HOST:6379."
+        )
     target = _current_cluster() if address == "auto" else address
     _probe(target)
     ray.init(address=target, logging_level=logging.WARNING)
 
 
+def is_local() -> bool:
+    """Whether this process's Ray was started for it, and ends with it."""
+    return _is_local and ray.is_initialized()
+
+
 def _start_local() -> None:
+    global _is_local
+    _is_local = True
     # A trainer and a sampler take one logical CPU each, on a machine with one core too.
     num_cpus = max(2, len(os.sched_getaffinity(0)))
     ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING)

@@ -7,6 +7,8 @@ RaySessionsError
 │   └── ConfigError                  an argument or a config field
 ├── SessionError                     the session cannot do it
 │   ├── SessionStoppedError          it was stopped
+│   │   └── SessionExpiredError      by its idle time-out, its lifetime or its lease
+│   ├── QuotaExceededError           too many sessions run: names them
 │   ├── PlacementError               the cluster has not the resources or the memory
 │   ├── TrainingGroupError           a training rank died or failed
 │   ├── SamplingPoolError            the samplers failed, or did not take an adapter
@@ -53,6 +55,14 @@ class SessionError(RaySessionsError):
 
 class SessionStoppedError(SessionError):
     """The session was stopped, by `stop()`, by leaving its `with` block, or with its driver."""
+
+
+class SessionExpiredError(SessionStoppedError):
+    """The session was stopped by its idle time-out, its maximum lifetime, or because nobody renewed its lease."""
+
+
+class QuotaExceededError(SessionError):
+    """As many sessions run as the tenant or the cluster may have; the message names them."""
 
 
 class PlacementError(SessionError):

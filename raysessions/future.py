@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 from collections.abc import Callable, Generator
 from typing import Any, Generic, TypeVar
@@ -25,19 +26,30 @@ class APIFuture(ray.ObjectRef, Generic[T]):
     _cancel: Callable[[], bool] | None
     _look: Callable[[T], None] | None
     """Looks at the value when it is fetched here, to warn."""
+    _explain: Callable[[], Exception] | None
+    """Says what became of the session when its actors are gone."""
 
     def __new__(
-        cls, ref: ray.ObjectRef, cancel: Callable[[], bool] | None = None, look: Callable[[T], None] | None = None
+        cls,
+        ref: ray.ObjectRef,
+        cancel: Callable[[], bool] | None = None,
+        look: Callable[[T], None] | None = None,
+        explain: Callable[[], Exception] | None = None,
     ) -> APIFuture[T]:
         return super().__new__(cls, ref.binary(), ref.owner_address(), ref.call_site())
 
     def __init__(
-        self, ref: ray.ObjectRef, cancel: Callable[[], bool] | None = None, look: Callable[[T], None] | None = None
+        self,
+        ref: ray.ObjectRef,
+        cancel: Callable[[], bool] | None = None,
+        look: Callable[[T], None] | None = None,
+        explain: Callable[[], Exception] | None = None,
     ) -> None:
         super().__init__(ref.binary(), ref.owner_address(), ref.call_site())
         self._ref = ref
         self._cancel = cancel
         self._look = look
+        self._explain = explain
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The original ref goes along: Ray counts references by it, and a copy made here would hang its receiver.
@@ -56,7 +68,7 @@ class APIFuture(ray.ObjectRef, Generic[T]):
                 f"Not finished within {timeout} s. The operation goes on: call result() again to wait longer."
             ) from error
         except RayError as error:
-            raise own_error(error) from error
+            raise self._own_error(error) from error
         if self._look is not None:
             self._look(value)
         return value
@@ -83,6 +95,12 @@ class APIFuture(ray.ObjectRef, Generic[T]):
         On a copy that was pickled to another process it does nothing and returns False.
         """
         return self._cancel() if self._cancel is not None else False
+
+    def _own_error(self, error: RayError) -> BaseException:
+        if isinstance(error, RayActorError) and self._explain is not None:
+            with contextlib.suppress(RayError):  # the manager is gone too
+                return self._explain()
+        return own_error(error)
 
     def __await__(self) -> Generator[Any, None, T]:
         try:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from raysessions.batch import Batch
 from raysessions.config import LoraConfig, SamplingConfig, TrainingConfig
-from raysessions.storage_location import StorageLocation
+from raysessions.storage_location import StorageLocation, StoredUri
 from raysessions.types import AdamParams, SamplingParams
 from raysessions.uris import VersionUri
 
@@ -131,6 +131,18 @@ class SaveSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class Limits:
+    """When a session ends by itself. Seconds."""
+
+    idle_timeout_s: float | None = None
+    """After so long without an operation or a sample; None: never."""
+    max_lifetime_s: float | None = None
+    """After its creation; None: never."""
+    lease_s: float | None = None
+    """Of a detached session: after so long without a client. None: the session ends with its driver."""
+
+
+@dataclass(frozen=True, slots=True)
 class StartingPoint:
     """What a session starts from instead of fresh weights."""
 
@@ -156,4 +168,20 @@ class SessionRequest:
     sampling: SamplingConfig
     """With max_lora_rank decided."""
     saves: SaveSettings
+    limits: Limits = Limits()
     start: StartingPoint | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerRequest:
+    """What a driver asks the SessionManager for when it wants samplers without a training session."""
+
+    session_id: str
+    token: str
+    base_model: str
+    """Empty for a merged version: its own."""
+    sampling: SamplingConfig
+    saves: SaveSettings
+    limits: Limits = Limits()
+    merged: StoredUri | None = None
+    """A version to merge into its base model, for a pool of its own."""

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 import ray
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from raysessions.errors import RequestTimeoutError
 from raysessions.future import APIFuture
@@ -19,28 +21,74 @@ SPEAK_S = 30.0
 
 
 def wait_with_progress(ref: ray.ObjectRef, what: str, phase: Callable[[], ray.ObjectRef], timeout_s: float) -> Any:
-    """The result of `ref`. Prints a line to stderr at each new phase, with the seconds so far.
+    """The result of `ref`. Tells on stderr each new phase, with the seconds so far: a line that moves in a terminal or a
+    notebook, lines in a log.
 
     Raises the operation's own error, or `RequestTimeoutError` after `timeout_s`.
     """
-    started = spoken = time.monotonic()
+    started = time.monotonic()
     shown = None
     future: APIFuture[Any] = APIFuture(ref)
-    while not future.done():
-        now = time.monotonic()
-        if now - started > timeout_s:
-            raise RequestTimeoutError(f"{what} was not ready within {timeout_s:g} s (still {shown}). Raise timeout_s.")
-        current = _current(phase, shown)
-        if current == READY:  # started already: there is nothing to tell
-            current = shown
-        if current != shown or (shown and now - spoken > SPEAK_S):
-            _say(what, f"{current} …", now - started)
-            shown, spoken = current, now
-        ray.wait([ref], timeout=POLL_S, fetch_local=False)
-    result = future.result()
-    if shown is not None:
-        _say(what, READY, time.monotonic() - started)
+    with _teller(what) as tell:
+        while not future.done():
+            if time.monotonic() - started > timeout_s:
+                raise RequestTimeoutError(f"{what} was not ready within {timeout_s:g} s (still {shown}). Raise timeout_s.")
+            current = _current(phase, shown)
+            if current != READY and current is not None:  # else it had started before, and there is nothing to tell
+                shown = current
+                tell(current)
+            ray.wait([ref], timeout=POLL_S, fetch_local=False)
+        result = future.result()
+        if shown is not None:
+            tell(READY)
     return result
+
+
+def _teller(what: str) -> Lines | Spinner:
+    console = Console(stderr=True)
+    return Spinner(what, console) if console.is_terminal or console.is_jupyter else Lines(what)
+
+
+class Lines:
+    """For a log: a line at each new phase, and now and then without one."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._started = self._spoken = time.monotonic()
+        self._shown: str | None = None
+
+    def __enter__(self) -> Callable[[str], None]:
+        return self._tell
+
+    def __exit__(self, *error: object) -> None:
+        return
+
+    def _tell(self, phase: str) -> None:
+        now = time.monotonic()
+        if phase != self._shown or now - self._spoken > SPEAK_S:
+            self._shown, self._spoken = phase, now
+            text = phase if phase == READY else f"{phase} …"
+            print(f"[raysessions] {self._what}: {text} ({now - self._started:.1f} s)", file=sys.stderr, flush=True)
+
+
+class Spinner:
+    """For a person: one line that moves, and stays when it is over."""
+
+    def __init__(self, what: str, console: Console) -> None:
+        columns = SpinnerColumn(finished_text="✓"), TextColumn("{task.description}"), TimeElapsedColumn()
+        self._progress = Progress(*columns, console=console)
+        self._task = self._progress.add_task(what, total=1, start=True)
+        self._what = what
+
+    def __enter__(self) -> Callable[[str], None]:
+        self._progress.start()
+        return self._tell
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.stop()
+
+    def _tell(self, phase: str) -> None:
+        self._progress.update(self._task, description=f"{self._what}: {phase}", completed=phase == READY)
 
 
 def _current(phase: Callable[[], ray.ObjectRef], shown: str | None) -> str | None:
@@ -48,7 +96,3 @@ def _current(phase: Callable[[], ray.ObjectRef], shown: str | None) -> str | Non
     ref = phase()
     ready, _ = ray.wait([ref], timeout=POLL_S)
     return ray.get(ref) if ready else shown
-
-
-def _say(what: str, text: str, seconds: float) -> None:
-    print(f"[raysessions] {what}: {text} ({seconds:.1f} s)", file=sys.stderr, flush=True)

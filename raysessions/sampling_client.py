@@ -24,6 +24,7 @@ class SamplingClient:
         uri: StoredUri | None,
         lease: ray.ObjectRef | None,
         *,
+        session_id: str,
         vocab_size: int,
         context_length: int,
         client_id: str | None = None,
@@ -31,6 +32,7 @@ class SamplingClient:
         self._pool = pool
         self._uri = uri
         self._lease = lease  # its version stays live for as long as this is held
+        self._session_id = session_id  # on whose account it samples
         self._client_id = client_id or secrets.token_hex(8)  # by which the pool lets clients take turns
         self._vocab_size = vocab_size
         self._context_length = context_length
@@ -67,11 +69,13 @@ class SamplingClient:
             prompt_logprobs=include_prompt_logprobs,
             topk_prompt_logprobs=topk_prompt_logprobs,
         )
-        return self._send(self._pool.sample.remote(self._client_id, self._uri, request))
+        return self._send(self._pool.sample.remote(self._client_id, self._session_id, self._uri, request))
 
     def compute_logprobs(self, prompt: ModelInput) -> APIFuture[list[float | None]]:
         """The logprob of each token of `prompt` given those before it, nats; the first entry is None."""
-        return self._send(self._pool.compute_logprobs.remote(self._client_id, self._uri, self._checked(prompt, 1)))
+        return self._send(
+            self._pool.compute_logprobs.remote(self._client_id, self._session_id, self._uri, self._checked(prompt, 1))
+        )
 
     def get_tokenizer(self) -> Any:
         """The base model's tokenizer (transformers)."""
@@ -102,20 +106,24 @@ class SamplingClient:
         return APIFuture(ref, cancel)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_rebuild, (self._pool, self._uri, self._lease, self._vocab_size, self._context_length, self._client_id))
+        keywords = {
+            "session_id": self._session_id,
+            "vocab_size": self._vocab_size,
+            "context_length": self._context_length,
+            "client_id": self._client_id,
+        }
+        return (_rebuild, (self._pool, self._uri, self._lease, keywords))
 
     def __repr__(self) -> str:
         return f"SamplingClient({self.version or 'base model'})"
 
 
-def open_sampling_client(pool: Any, uri: StoredUri | None, *, vocab_size: int, context_length: int) -> SamplingClient:
+def open_sampling_client(pool: Any, uri: StoredUri | None, **keywords: Any) -> SamplingClient:
     """A client of a version, which is live for as long as the client is there. Raises `SamplerExpiredError` if it is neither
     live nor saved."""
     lease = None if uri is None else APIFuture(pool.load.remote(uri)).result()[0]
-    return SamplingClient(pool, uri, lease, vocab_size=vocab_size, context_length=context_length)
+    return SamplingClient(pool, uri, lease, **keywords)
 
 
-def _rebuild(
-    pool: Any, uri: StoredUri | None, lease: ray.ObjectRef | None, vocab_size: int, context_length: int, client_id: str
-) -> SamplingClient:
-    return SamplingClient(pool, uri, lease, vocab_size=vocab_size, context_length=context_length, client_id=client_id)
+def _rebuild(pool: Any, uri: StoredUri | None, lease: ray.ObjectRef | None, keywords: dict[str, Any]) -> SamplingClient:
+    return SamplingClient(pool, uri, lease, **keywords)

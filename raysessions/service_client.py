@@ -13,44 +13,47 @@ import ray
 from ray.exceptions import RayActorError
 
 from raysessions.actors.placement import NAMESPACE, RESTARTED, light_actor
+from raysessions.actors.protocol import ModelFacts
 from raysessions.actors.session_manager import DriverAnchor, SessionManager, anchor_name
 from raysessions.checkpoint_catalogue import CheckpointCatalogue
-from raysessions.cluster import connect
-from raysessions.config import LoraConfig, SamplingConfig
+from raysessions.cluster import connect, is_local
+from raysessions.cluster_overview import ClusterOverview
+from raysessions.config import LoraConfig
 from raysessions.errors import ConfigError
 from raysessions.future import APIFuture
-from raysessions.models import CATALOGUE
 from raysessions.operations import SessionRequest, StartingPoint
 from raysessions.peft_folder import read_folder
-from raysessions.progress import wait_with_progress
 from raysessions.responses import CheckpointInfo
 from raysessions.sampling_client import SamplingClient, open_sampling_client
+from raysessions.session_starter import SessionStarter
 from raysessions.settings import Settings, SettingsKeywords
 from raysessions.storage_location import StoredUri
 from raysessions.training_client import TrainingClient
-from raysessions.uris import SCHEME, VersionUri, check_name, new_session_id
+from raysessions.uris import SCHEME, VersionUri, check_name, new_session_id, new_token
 
 MANAGER = "raysessions-manager"
 
 
-class ServiceClient(CheckpointCatalogue):
+class ServiceClient(CheckpointCatalogue, ClusterOverview):
     """A driver's connection. What it created ends with it: at `close()`, or when the process ends in any way."""
 
     def __init__(self, address: str | None = None, **settings: Unpack[SettingsKeywords]) -> None:
         """
         Args:
             address: None for the Ray cluster this process is connected to, else `RAY_ADDRESS`, else a local Ray started
-                for you; or "auto", "HOST:PORT", "ray://HOST:PORT".
+                for you; or "auto", or "HOST:PORT". Not "ray://…" (Ray Client): use `ray job submit` from outside the cluster.
             settings: defaults for what this client creates, as `Settings` explains them; each is a keyword of every `create_*`
                 too, which then comes first.
         """
         self._settings = Settings().but(settings)
         _ = self._settings.location  # a key that cannot be read is told now
         connect(address)
+        self._settings.network.check()
         self._driver_id = secrets.token_hex(8)
         anchor = {"name": anchor_name(self._driver_id), "namespace": NAMESPACE, **RESTARTED}
         self._anchor = light_actor(DriverAnchor, **anchor).remote()
         self._manager = self._meet_manager()
+        self._starter = SessionStarter(self._manager, self._driver_id)
 
     def create_lora_training_client(
         self,
@@ -64,6 +67,7 @@ class ServiceClient(CheckpointCatalogue):
         train_unembed: bool = False,
         target_modules: Sequence[str] | None = None,
         name: str | None = None,
+        detached: bool = False,
         share: bool = True,
         timeout_s: float = 900,
         **settings: Unpack[SettingsKeywords],
@@ -81,6 +85,8 @@ class ServiceClient(CheckpointCatalogue):
             train_unembed: adapting the output layer is not supported; True is refused.
             target_modules: names of the layers to adapt, instead of train_mlp and train_attn.
             name: of the session, unique in the cluster; None makes one up.
+            detached: let the session outlive this process: `attach(name)` finds it again, until `stop_session(name)` or one of
+                its limits (`Settings.lease_s`) ends it.
             share: use the loaded base model of other sessions with the same configs, taking turns with them; each adds its
                 adapter's memory only. False: a base model of its own.
             timeout_s: for the whole start. When it passes, what was placed is freed.
@@ -98,7 +104,7 @@ class ServiceClient(CheckpointCatalogue):
             train_attn=train_attn,
             target_modules=None if target_modules is None else tuple(target_modules),
         )
-        return self._start_session(base_model, lora, None, name, share, timeout_s, self._settings.but(settings))
+        return self._start_session(base_model, lora, None, name, detached, share, timeout_s, self._settings.but(settings))
 
     def create_training_client_from_state(
         self,
@@ -106,6 +112,7 @@ class ServiceClient(CheckpointCatalogue):
         *,
         base_model: str | None = None,
         name: str | None = None,
+        detached: bool = False,
         share: bool = True,
         timeout_s: float = 900,
         **settings: Unpack[SettingsKeywords],
@@ -115,9 +122,9 @@ class ServiceClient(CheckpointCatalogue):
         Args:
             path: a saved version (`raysessions://GROUP/vN`), or a PEFT folder on this machine, made here or elsewhere.
             base_model: None for the checkpoint's own. Another one is refused, but for a PEFT folder, which does not prove its.
-            name, share, timeout_s, settings: as for `create_lora_training_client`.
+            name, detached, share, timeout_s, settings: as for `create_lora_training_client`.
         """
-        return self._from_state(path, base_model, name, share, timeout_s, settings, with_optimizer=False)
+        return self._from_state(path, base_model, name, detached, share, timeout_s, settings, with_optimizer=False)
 
     def create_training_client_from_state_with_optimizer(
         self,
@@ -125,13 +132,14 @@ class ServiceClient(CheckpointCatalogue):
         *,
         base_model: str | None = None,
         name: str | None = None,
+        detached: bool = False,
         share: bool = True,
         timeout_s: float = 900,
         **settings: Unpack[SettingsKeywords],
     ) -> TrainingClient:
         """Like `create_training_client_from_state`, and AdamW goes on where it was: the run continues as if it had not stopped.
         Ranks and ZeRO stage may be others than the saved run's."""
-        return self._from_state(path, base_model, name, share, timeout_s, settings, with_optimizer=True)
+        return self._from_state(path, base_model, name, detached, share, timeout_s, settings, with_optimizer=True)
 
     def create_sampling_client(
         self,
@@ -156,62 +164,56 @@ class ServiceClient(CheckpointCatalogue):
         if (model_path is None) == (base_model is None):
             raise ConfigError("Give exactly one of model_path and base_model.")
         own = self._settings.but(settings)
-        session_id, token = new_session_id("sampler"), secrets.token_hex(8)
         if base_model is not None:
             if merged:
                 raise ConfigError("merged=True needs model_path: a base model has no adapter to merge.")
-            pool, facts = self._start_sampler(base_model, session_id, token, own.sampling.for_rank(1), timeout_s)
-            return open_sampling_client(pool, None, vocab_size=facts.vocab_size, context_length=facts.context_length)
+            return self._starter.start_sampler(base_model, own.sampling.for_rank(1), None, own, timeout_s, merged=False)
         uri = StoredUri(VersionUri.parse(str(model_path)), own.location)
-        pool = None if merged else ray.get(self._manager.find_live.remote(uri))
-        if pool is not None:
-            if settings.get("sampling") is not None:
-                raise ConfigError("sampling is the session's, which serves this version: leave it out, or give merged=True.")
-            facts = APIFuture(pool.start.remote()).result(timeout_s)
-            return open_sampling_client(pool, uri, vocab_size=facts.vocab_size, context_length=facts.context_length)
         if merged:
-            created = self._manager.create_merged_sampler.remote(
-                self._driver_id, session_id, token, uri, own.sampling.for_rank(1)
+            return self._starter.start_sampler("", own.sampling.for_rank(1), uri, own, timeout_s, merged=True)
+        live: tuple[Any, str] | None = APIFuture(self._manager.find_live.remote(uri)).result()
+        if live is None:
+            info = self._info_of(uri.uri, own)
+            return self._starter.start_sampler(
+                info.base_model, own.sampling.for_rank(info.rank), uri, own, timeout_s, merged=False
             )
-            pool, facts = self._await_start(created, f"merged sampler of {uri}", session_id, token, timeout_s)
-            return SamplingClient(pool, uri, None, vocab_size=facts.vocab_size, context_length=facts.context_length)
-        info: CheckpointInfo = APIFuture(self._manager.get_checkpoint.remote(own.location, uri.uri)).result()
-        config = own.sampling.for_rank(info.rank)
-        pool, facts = self._start_sampler(info.base_model, session_id, token, config, timeout_s)
-        return open_sampling_client(pool, uri, vocab_size=facts.vocab_size, context_length=facts.context_length)
+        if settings.get("sampling") is not None:
+            raise ConfigError("sampling is the session's, which serves this version: leave it out, or give merged=True.")
+        pool, session_id = live
+        facts: ModelFacts = APIFuture(pool.start.remote()).result(timeout_s)
+        return open_sampling_client(
+            pool, uri, session_id=session_id, vocab_size=facts.vocab_size, context_length=facts.context_length
+        )
 
-    def scale_samplers(self, num_replicas: int, *, timeout_s: float = 900) -> None:
-        """Changes how many replicas serve this client's sessions, while they run. Blocks until it is so: a new replica gets
-        every live version before it takes requests, one that leaves finishes those it has.
+    def attach(self, name: str, *, timeout_s: float = 900) -> TrainingClient:
+        """A client of a session that was created with `detached=True`, from any process. It goes on behind the operations that
+        were sent before; an earlier client of the session cannot send any more.
 
-        Raises `PlacementError` when the cluster has no room; the samplers of that base model are then as many as before.
+        Raises `SessionStoppedError` or `SessionExpiredError`, saying why, when the session has ended.
         """
-        if not isinstance(num_replicas, int) or num_replicas < 1:
-            raise ConfigError(f"num_replicas is {num_replicas!r}: give at least 1. Sessions end with stop().")
-        APIFuture(self._manager.scale_samplers.remote(self._driver_id, num_replicas)).result(timeout_s)
-
-    def list_sessions(self) -> list[str]:
-        """Names of the cluster's running sessions."""
-        return APIFuture(self._manager.list_sessions.remote()).result()
-
-    def stop_session(self, name: str) -> None:
-        """Ends a session, whoever created it. Safe to call again."""
-        APIFuture(self._manager.stop_session.remote(name)).result()
-
-    def list_base_models(self) -> list[str]:
-        """The catalogue's names. Folders and Hugging Face ids are base models too."""
-        return sorted(CATALOGUE)
+        attached: Any = APIFuture(self._manager.attach.remote(name)).result(timeout_s)
+        host, pool, info, location, lease_s = attached
+        client_id = new_token()
+        last_seq: int = APIFuture(host.take_over.remote(name, client_id)).result(timeout_s)
+        return TrainingClient(
+            self._manager, host, pool, info, location,
+            timeout_s=timeout_s, lease_s=lease_s, client_id=client_id, last_seq=last_seq,
+        )  # fmt: skip
 
     def close(self) -> None:
         """Stops all that this client created. Safe to call again."""
         with contextlib.suppress(RayActorError):  # the manager has ended already, and then so has all else
             ray.get(self._manager.disconnect.remote(self._driver_id))
 
+    def _info_of(self, uri: VersionUri, settings: Settings) -> CheckpointInfo:
+        return APIFuture(self._manager.get_checkpoint.remote(settings.location, uri)).result()
+
     def _from_state(
         self,
         path: str | Path,
         base_model: str | None,
         name: str | None,
+        detached: bool,
         share: bool,
         timeout_s: float,
         settings: SettingsKeywords,
@@ -221,18 +223,18 @@ class ServiceClient(CheckpointCatalogue):
         own = self._settings.but(settings)
         if str(path).startswith(SCHEME):
             uri = VersionUri.parse(str(path))
-            info: CheckpointInfo = APIFuture(self._manager.get_checkpoint.remote(own.location, uri)).result()
+            info = self._info_of(uri, own)
             lora = LoraConfig(
                 rank=info.rank, alpha=info.alpha, seed=secrets.randbits(31), target_modules=tuple(info.target_modules)
             )
             start = StartingPoint(uri, None, with_optimizer)
-            return self._start_session(base_model or info.base_model, lora, start, name, share, timeout_s, own)
+            return self._start_session(base_model or info.base_model, lora, start, name, detached, share, timeout_s, own)
         folder = read_folder(path, with_optimizer=with_optimizer)
         chosen = base_model or folder.base_model
         if chosen is None:
             raise ConfigError(f"{path} does not name its base model: give base_model.")
         start = StartingPoint(None, (ray.put(folder.state),), with_optimizer)
-        return self._start_session(chosen, folder.lora, start, name, share, timeout_s, own)
+        return self._start_session(chosen, folder.lora, start, name, detached, share, timeout_s, own)
 
     def _start_session(
         self,
@@ -240,35 +242,31 @@ class ServiceClient(CheckpointCatalogue):
         lora: LoraConfig,
         start: StartingPoint | None,
         name: str | None,
+        detached: bool,
         share: bool,
         timeout_s: float,
         settings: Settings,
     ) -> TrainingClient:
+        settings.network.check()
+        if detached and is_local():
+            raise ConfigError(
+                "detached=True: this Ray was started for this process and ends with it. Start a cluster (`ray start --head`) "
+                "and give "
+                "address='auto'."
+            )
         request = SessionRequest(
             session_id=new_session_id(settings.session_name_prefix) if name is None else check_name(name),
-            token=secrets.token_hex(8),
+            token=new_token(),
             base_model=base_model,
             lora=lora,
             share=share,
-            training=settings.training,
-            sampling=settings.sampling.for_rank(lora.rank),
+            training=settings.network.place(settings.training),
+            sampling=settings.network.place(settings.sampling).for_rank(lora.rank),
             saves=settings.saves,
+            limits=settings.limits(detached=detached),
             start=start,
         )
-        created = self._manager.create_session.remote(self._driver_id, request)
-        host, pool, info = self._await_start(created, base_model, request.session_id, request.token, timeout_s)
-        return TrainingClient(self._manager, host, pool, info, settings.location, timeout_s=timeout_s)
-
-    def _start_sampler(self, base_model: str, session_id: str, token: str, config: SamplingConfig, timeout_s: float) -> Any:
-        created = self._manager.create_sampler.remote(self._driver_id, session_id, token, base_model, config)
-        return self._await_start(created, f"sampler of {base_model}", session_id, token, timeout_s)
-
-    def _await_start(self, created: ray.ObjectRef, what: str, session_id: str, token: str, timeout_s: float) -> Any:
-        try:
-            return wait_with_progress(created, what, lambda: self._manager.phase.remote(session_id), timeout_s)
-        except BaseException:  # a time-out or Ctrl-C; after an error of its own the manager has nothing left to stop
-            ray.get(self._manager.give_up.remote(session_id, token))
-            raise
+        return self._starter.start_session(request, timeout_s)
 
     def _meet_manager(self) -> Any:
         """The cluster's manager, created if there is none. One that is just leaving is replaced by the next."""
@@ -283,6 +281,10 @@ class ServiceClient(CheckpointCatalogue):
                 if attempt == 2:
                     raise
         raise AssertionError("unreachable")
+
+    def __repr__(self) -> str:
+        where = "a local Ray" if is_local() else ray.get_runtime_context().gcs_address
+        return f"ServiceClient({where}, tenant {self._settings.tenant}, group {self._settings.model_package_group})"
 
     def __enter__(self) -> ServiceClient:
         return self

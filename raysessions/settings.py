@@ -13,7 +13,8 @@ from pydantic import Field, field_validator
 from raysessions.config import SamplingConfig, TrainingConfig
 from raysessions.encryption import EncryptionKey
 from raysessions.errors import ConfigError
-from raysessions.operations import SaveSettings
+from raysessions.network import NetworkConfig
+from raysessions.operations import Limits, SaveSettings
 from raysessions.storage_location import StorageLocation
 from raysessions.types import TypedModel
 from raysessions.uris import check_name
@@ -30,6 +31,10 @@ class SettingsKeywords(TypedDict, total=False):
     keep_refreshes: int | None
     user_metadata: Mapping[str, str]
     session_name_prefix: str
+    idle_timeout_s: float | None
+    max_lifetime_s: float | None
+    lease_s: float
+    network: NetworkConfig
     training: TrainingConfig | None
     sampling: SamplingConfig | None
 
@@ -57,6 +62,13 @@ class Settings(TypedModel):
     """Goes with every saved version."""
     session_name_prefix: str = "session"
     """Of the names that are made up for sessions."""
+    idle_timeout_s: float | None = Field(default=None, gt=0)
+    """Stops a session after so long without an operation or a sample (`SessionExpiredError`). None: never."""
+    max_lifetime_s: float | None = Field(default=None, gt=0)
+    """Stops a session so long after its creation. None: never."""
+    lease_s: float = Field(default=3600.0, gt=0)
+    """Stops a detached session after so long without any client: one that is open renews the lease by itself."""
+    network: NetworkConfig = NetworkConfig()
     training: TrainingConfig = TrainingConfig()
     sampling: SamplingConfig = SamplingConfig()
 
@@ -77,6 +89,9 @@ class Settings(TypedModel):
     @property
     def saves(self) -> SaveSettings:
         return SaveSettings(self.location, self.model_package_group, self.tenant, dict(self.user_metadata), self.keep_refreshes)
+
+    def limits(self, *, detached: bool = False) -> Limits:
+        return Limits(self.idle_timeout_s, self.max_lifetime_s, self.lease_s if detached else None)
 
     @property
     def location(self) -> StorageLocation:

@@ -13,8 +13,9 @@ import ray
 from raysessions.batch import Batch, pack
 from raysessions.custom_loss import CustomLossFn, run_second_pass, targets_only
 from raysessions.diagnostics import warn_of_divergence, warn_of_missing_logprobs
-from raysessions.errors import ConfigError, SessionStoppedError
+from raysessions.errors import ConfigError, SessionError, SessionStoppedError
 from raysessions.future import APIFuture
+from raysessions.lease_renewal import renew_while_alive
 from raysessions.loss_op import loss_op, pickled_function
 from raysessions.losses import LossSpec, get_loss, resolve_config
 from raysessions.operations import LoadStateOp, Loss, LossOp, Operation, OptimStepOp, SaveForSamplerOp, SaveStateOp
@@ -31,6 +32,7 @@ from raysessions.storage_location import StorageLocation, StoredUri
 from raysessions.tokenizer import load_tokenizer
 from raysessions.types import AdamParams, Datum, ForwardBackwardOutput, as_typed
 from raysessions.uris import VersionUri
+from raysessions.usage import Usage
 
 
 class TrainingClient:
@@ -41,7 +43,17 @@ class TrainingClient:
     """
 
     def __init__(
-        self, manager: Any, host: Any, pool: Any, info: SessionInfo, location: StorageLocation, *, timeout_s: float
+        self,
+        manager: Any,
+        host: Any,
+        pool: Any,
+        info: SessionInfo,
+        location: StorageLocation,
+        *,
+        timeout_s: float,
+        lease_s: float | None = None,
+        client_id: str = "",
+        last_seq: int = 0,
     ) -> None:
         self._manager = manager
         self._host = host
@@ -50,10 +62,13 @@ class TrainingClient:
         self._location = location
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
-        self._last_seq = 0
+        self._client_id = client_id
+        self._last_seq = last_seq
         self._saves: deque[APIFuture[SaveWeightsForSamplerResponse]] = deque(maxlen=16)
         self._stopped = False
         self._tokenizer: Any = None
+        if lease_s is not None:
+            renew_while_alive(self, manager, info.session_id, lease_s)
 
     def forward(
         self, data: Sequence[Datum], loss_fn: str = "cross_entropy", loss_fn_config: Mapping[str, float] | None = None
@@ -90,7 +105,9 @@ class TrainingClient:
             # The host waits for this number while the loss is computed here.
             outcome = self._host.outcome.remote(self._info.session_id, seq_id)
             self._last_seq = seq_id
-        run_second_pass(data, batch, loss_fn, first, lambda op: self._host.submit.remote(self._info.session_id, seq_id, op))
+        run_second_pass(
+            data, batch, loss_fn, first, lambda op: self._host.submit.remote(self._info.session_id, seq_id, op, self._client_id)
+        )
         return self._future(outcome, seq_id)
 
     def optim_step(self, adam_params: AdamParams | None = None) -> APIFuture[OptimStepResponse]:
@@ -176,6 +193,11 @@ class TrainingClient:
         self._check_running()
         return APIFuture(self._host.info.remote(self._info.session_id)).result(self._timeout_s)
 
+    def usage(self) -> Usage:
+        """What this session has used so far; see `ServiceClient.usage`."""
+        asked = self._manager.usage.remote(self._location, self._info.session_id, None)
+        return APIFuture(asked).result(self._timeout_s).total
+
     def stop(self) -> None:
         """Ends the session and frees what it held. Safe to call again."""
         if not self._stopped:
@@ -207,17 +229,23 @@ class TrainingClient:
 
     def _send(self, seq_id: int, op: Operation) -> APIFuture[Any]:
         """Sends `op` under the next number; the lock is held."""
-        ref = self._host.submit.remote(self._info.session_id, seq_id, op)
+        ref = self._host.submit.remote(self._info.session_id, seq_id, op, self._client_id)
         self._last_seq = seq_id  # not before it is sent: a number that never arrives would stop the session
         return self._future(ref, seq_id, look=warn_of_divergence if isinstance(op, LossOp) else None)
 
     def _future(self, ref: ray.ObjectRef, seq_id: int, look: Callable[[Any], None] | None = None) -> APIFuture[Any]:
-        return APIFuture(ref, lambda: ray.get(self._host.cancel.remote(self._info.session_id, seq_id)), look)
+        return APIFuture(ref, lambda: ray.get(self._host.cancel.remote(self._info.session_id, seq_id)), look, self._ending)
+
+    def _ending(self) -> SessionError:
+        """What became of the session, when its actors are gone."""
+        return ray.get(self._manager.ending.remote(self._info.session_id))
 
     def _sampling_client(self, uri: VersionUri | None) -> SamplingClient:
         info = self._info
         stored = None if uri is None else StoredUri(uri, self._location)
-        return open_sampling_client(self._pool, stored, vocab_size=info.vocab_size, context_length=info.context_length)
+        return open_sampling_client(
+            self._pool, stored, session_id=info.session_id, vocab_size=info.vocab_size, context_length=info.context_length
+        )
 
     def _check_running(self) -> None:
         if self._stopped:

@@ -179,6 +179,10 @@ class SampledSequence:
     stop_reason: StopReason
     """"stop": a stop token or string was met. "length": max_tokens or the context ran out."""
 
+    def __repr__(self) -> str:
+        shown = ", ".join(map(str, self.tokens[:8])) + (", …" if len(self.tokens) > 8 else "")
+        return f"SampledSequence({len(self.tokens)} tokens [{shown}], {self.stop_reason})"
+
 
 @dataclass(frozen=True, slots=True)
 class SampleResponse:
@@ -190,6 +194,10 @@ class SampleResponse:
     topk_prompt_logprobs: list[list[tuple[int, float]] | None] | None = None
     """Per prompt position the k most likely (token, logprob), best first; the first is None. Only when asked for."""
 
+    def __repr__(self) -> str:
+        asked = [name for name in ("prompt_logprobs", "topk_prompt_logprobs") if getattr(self, name) is not None]
+        return f"SampleResponse({', '.join([repr(self.sequences), *asked])})"
+
 
 @dataclass(frozen=True, slots=True)
 class ForwardBackwardOutput:
@@ -200,6 +208,10 @@ class ForwardBackwardOutput:
     shape of the datum's target_tokens. `forward_backward_custom` gives the logprobs alone."""
     metrics: dict[str, float]
     """Of this call alone. The suffix says how parts were merged: `loss:sum`, `weight:sum`, `engine_seconds:max`, …"""
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{name}={value:.6g}" for name, value in self.metrics.items())
+        return f"ForwardBackwardOutput({len(self.loss_fn_outputs)} datums, {shown})"
 
     @property
     def loss(self) -> float:

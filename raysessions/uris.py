@@ -36,6 +36,11 @@ def new_session_id(prefix: str = "session") -> str:
     return f"{prefix}-{secrets.token_hex(4)}"
 
 
+def new_token() -> str:
+    """Known to its maker only."""
+    return secrets.token_hex(8)
+
+
 def check_name(name: str, what: str = "Session name") -> str:
     """`name` if it may name a session, a group or a tenant: small letters, digits, `-` and `_`, at most 64."""
     if not isinstance(name, str) or not re.fullmatch(_NAME, name):

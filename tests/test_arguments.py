@@ -176,6 +176,40 @@ def test_create_session_name_prefix(create):
     assert create(session_name_prefix="ours").get_info().session_id.startswith("ours-")
 
 
+def test_create_detached(create):
+    """What it does is shown in test_lifetimes.py."""
+    with pytest.raises(rs.ConfigError, match="detached=True"):
+        create(detached=True)
+
+
+def test_create_idle_timeout_s(create):
+    """That it expires is shown in test_lifetimes.py, as for the next two."""
+    with pytest.raises(rs.ConfigError, match="idle_timeout_s"):
+        create(idle_timeout_s=0)
+
+
+def test_create_max_lifetime_s(create):
+    with pytest.raises(rs.ConfigError, match="max_lifetime_s"):
+        create(max_lifetime_s=-1)
+
+
+def test_create_lease_s(create):
+    with pytest.raises(rs.ConfigError, match="lease_s"):
+        create(lease_s=0)
+
+
+def test_create_network(create, monkeypatch):
+    with pytest.raises(rs.ConfigError, match="RAY_USE_TLS"):
+        create(network=rs.NetworkConfig(require_tls=True))
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    with pytest.raises(rs.ConfigError, match="RAY_AUTH_MODE=token"):
+        create(network=rs.NetworkConfig(require_token_auth=True))
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    elsewhere = rs.NetworkConfig(require_token_auth=True, node_labels={"zone": "nowhere"})
+    with pytest.raises(rs.PlacementError, match="No room"):
+        create(network=elsewhere, training=config_of(placement_timeout_s=2))
+
+
 def test_create_timeout_s(create):
     with pytest.raises(rs.RequestTimeoutError):
         create(training=config_of(max_tokens_per_micro_batch=77), timeout_s=0.01)

@@ -25,7 +25,8 @@ def _run(name: str, *arguments: str) -> str:
 
 def test_arithmetic_grpo_prints_a_row_a_step_and_draws_its_curve(resident, tiny_model, tmp_path):
     plot = tmp_path / "reward.png"
-    output = _run("arithmetic_grpo.py", "--base-model", str(tiny_model), "--plot", str(plot))
+    files = ["--plot", str(plot), "--metrics", str(tmp_path / "metrics.jsonl")]
+    output = _run("arithmetic_grpo.py", "--base-model", str(tiny_model), *files)
     rows = [line for line in output.splitlines() if line.count("|") == 9]
     assert [row.split("|")[0].strip() for row in rows] == ["step", "1", "2"]
     assert "Held-out accuracy" in output

@@ -19,7 +19,7 @@ WORDS = [
     for name in (
         *("types", "errors", "losses", "config", "uris", "operations", "batch", "datums", "models"),
         *("adapter_weights", "encryption", "manifest", "registry", "responses", "saved_adapter", "storage", "storage_location"),
-        *("training_state", "version_numbers"),
+        *("ledger", "network", "quota", "session_summary", "settings", "training_state", "usage", "version_numbers"),
     )
 ]
 # A new file beside the words is a client until it is listed elsewhere.

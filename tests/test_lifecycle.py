@@ -112,7 +112,7 @@ def test_sessions_of_one_base_share_its_host(service, resident, tiny_model):
 
 
 def _sessions(resident: rs.TrainingClient) -> list[str]:
-    return ray.get(resident._manager.list_sessions.remote())
+    return [session.name for session in ray.get(resident._manager.list_sessions.remote(ended=False))]
 
 
 def _training_actors() -> set[int]:

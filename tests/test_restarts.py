@@ -128,11 +128,11 @@ def test_a_pool_that_is_killed_answers_with_the_right_versions(create, service, 
 
 def test_a_manager_that_is_killed_knows_its_sessions_and_drivers_again(service, resident, create, tiny_model):
     running = create()
-    sessions = service.list_sessions()
+    sessions = [session.name for session in service.list_sessions()]
     (pid,) = {p.pid for p in psutil.Process().children(recursive=True) if p.name().startswith("ray::SessionManager")}
     os.kill(pid, signal.SIGKILL)
     assert running.forward_backward(supervised((9,))).result().loss
-    assert service.list_sessions() == sessions
+    assert [session.name for session in service.list_sessions()] == sessions
     fresh = create()
     assert fresh.forward(supervised((9,))).result().loss_fn_outputs
     hosts = processes("ModelHost")

@@ -189,7 +189,7 @@ def test_fifty_saves_leave_memory_and_tmpfs_as_they_were(training):
 
 
 def _is_live(training: rs.TrainingClient, path: str) -> bool:
-    return ray.get(training._pool.is_live.remote(stored(training, path)))
+    return ray.get(training._pool.session_of.remote(stored(training, path))) is not None
 
 
 def _replica_memory() -> int:

@@ -17,12 +17,13 @@ class StepTable:
 
     def __init__(self, *columns: str) -> None:
         self._console = Console()
+        self._is_watched = self._console.is_terminal or self._console.is_jupyter
         self._columns = columns
         self._table = Table(*(f"{column}" for column in columns), header_style="bold", row_styles=["", "dim"])
         self._live = Live(self._table, console=self._console, auto_refresh=False)
 
     def __enter__(self) -> StepTable:
-        if self._console.is_terminal:
+        if self._is_watched:
             self._live.start()
         else:
             print(" | ".join(self._columns), flush=True)
@@ -31,13 +32,13 @@ class StepTable:
     def add(self, *values: int | float | str) -> None:
         cells = [f"{value:.3g}" if isinstance(value, float) else str(value) for value in values]
         self._table.add_row(*cells)
-        if self._console.is_terminal:
+        if self._is_watched:
             self._live.refresh()
         else:
             print(" | ".join(cell.rjust(len(name)) for cell, name in zip(cells, self._columns, strict=True)), flush=True)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._console.is_terminal:
+        if self._is_watched:
             self._live.stop()
 
 

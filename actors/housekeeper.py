@@ -1,0 +1,128 @@
+"""What the manager does by itself every few seconds: it asks hosts and pools what their sessions did, keeps the ledger, and
+ends sessions whose time is over."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+from raysessions.actors.manager_records import ManagerRecords, SessionRecord, SharedActor
+from raysessions.actors.usage_meter import ActivityReport
+from raysessions.errors import RaySessionsError
+from raysessions.session_summary import SessionState
+from raysessions.usage import AcceleratorTime, Usage
+
+if TYPE_CHECKING:
+    from raysessions.ledger import Ledger
+
+log = logging.getLogger("raysessions")
+
+EVERY_S = 2.0
+ANSWER_S = 5.0
+"""How long an actor may take to report before it is asked the next time instead: it may be coming back."""
+
+_STATES: dict[str, SessionState] = {"placing": "placing", "loading": "placing", "ready": "running", "recovering": "recovering"}
+"""Of a session, by the phase of its host or pool."""
+
+
+class Housekeeper:
+    """Lives in the manager, on its event loop."""
+
+    def __init__(self, records: ManagerRecords, expire: Callable[[SessionRecord, str], Awaitable[None]]) -> None:
+        self._records = records
+        self._expire = expire
+        self._reports: dict[str, ActivityReport] = {}
+        """The last one of each actor, by its name."""
+        self._written: dict[str, dict[str, Usage]] = {}
+        """What the ledger has of each session, by count."""
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(EVERY_S)
+            await self.look_around()
+            for record in list(self._records.sessions.values()):
+                reason = _why_it_is_over(record)
+                if reason is not None and record.state != "stopping":
+                    await self._expire(record, reason)
+
+    async def look_around(self) -> None:
+        """Brings states, times and the ledger up to date."""
+        shared = [*self._records.hosts.values(), *self._records.pools.values()]
+        await asyncio.gather(*map(self._ask, shared))
+        for record in self._records.sessions.values():
+            if record.state in ("created", "placing", "running", "recovering"):
+                report = self._reports.get(self._records.shared(record).name)
+                record.state = _STATES[report.phase] if report is not None and record.info is not None else record.state
+        await self._write_ledger()
+
+    async def look_at(self, record: SessionRecord) -> None:
+        """Brings one session's line in the ledger up to date."""
+        keys = ((self._records.hosts, record.host_key), (self._records.pools, record.pool_key))
+        await asyncio.gather(*(self._ask(table[key]) for table, key in keys if key in table))
+        await self._write_ledger()
+
+    def accelerators(self) -> list[AcceleratorTime]:
+        """What those that run now have done."""
+        times = []
+        for what, table in (("training", self._records.hosts), ("sampling", self._records.pools)):
+            for key, shared in table.items():
+                if (report := self._reports.get(shared.name)) is not None and report.placed_s:
+                    name = f"{what}, {key.partition(chr(10))[0]}"
+                    times.append(AcceleratorTime(name, report.busy_s, max(0.0, report.placed_s - report.busy_s)))
+        return times
+
+    async def _ask(self, shared: SharedActor) -> None:
+        try:
+            report: ActivityReport = await asyncio.wait_for(shared.actor.report.remote(), ANSWER_S)
+        except Exception as error:  # it comes back or is being stopped: ask again
+            log.debug("raysessions: %s did not report: %s", shared.name, error)
+            return
+        self._reports[shared.name] = report
+        now = time.time()
+        for session_id, idle_s in report.idle_s.items():
+            if (record := self._records.sessions.get(session_id)) is not None:
+                record.used_at = max(record.used_at, now - idle_s)
+
+    async def _write_ledger(self) -> None:
+        for session_id, totals in self._totals().items():
+            record = self._records.sessions.get(session_id) or self._records.ended.get(session_id)
+            if record is None or self._written.get(session_id) == totals:
+                continue
+            try:
+                await asyncio.to_thread(_write, record, totals)
+            except (RaySessionsError, OSError) as error:
+                log.warning("raysessions: the ledger could not be written, it will be tried again: %s", error)
+            else:
+                self._written[session_id] = totals
+
+    def _totals(self) -> dict[str, dict[str, Usage]]:
+        totals: defaultdict[str, dict[str, Usage]] = defaultdict(dict)
+        for report in self._reports.values():
+            for session_id, (count, usage) in report.usage.items():
+                totals[session_id][count] = usage
+        return totals
+
+
+def open_ledger(record: SessionRecord) -> Ledger:
+    from raysessions.ledger import Ledger  # brings pyarrow, which a driver that imports this room does not need
+
+    return Ledger(record.saves.location)
+
+
+def _write(record: SessionRecord, totals: dict[str, Usage]) -> None:
+    open_ledger(record).write(record.session_id, record.saves.tenant, record.base_model, totals)
+
+
+def _why_it_is_over(record: SessionRecord) -> str | None:
+    now, limits = time.time(), record.limits
+    if limits.max_lifetime_s is not None and now - record.created_at > limits.max_lifetime_s:
+        return f"Its lifetime of {limits.max_lifetime_s:g} s is over (max_lifetime_s)."
+    if limits.idle_timeout_s is not None and now - record.used_at > limits.idle_timeout_s:
+        return f"It was not used for {limits.idle_timeout_s:g} s (idle_timeout_s)."
+    if limits.lease_s is not None and now - max(record.renewed_at, record.used_at) > limits.lease_s:
+        return f"Nobody renewed its lease for {limits.lease_s:g} s (lease_s)."
+    return None

@@ -1,0 +1,94 @@
+"""Hosts and pools: made for the first session that needs them, ended with the last."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from typing import Any
+
+from raysessions.actors.answer import answer
+from raysessions.actors.manager_records import ManagerRecords, SessionRecord, SharedActor
+from raysessions.actors.model_host import ModelHost
+from raysessions.actors.placement import durable_actor
+from raysessions.actors.sampling_pool import SamplingPool
+from raysessions.actors.session_vault import SessionVault
+from raysessions.adapter_weights import AdapterWeights
+from raysessions.config import SamplingConfig
+from raysessions.errors import SessionError, SessionStoppedError
+from raysessions.operations import SessionRequest
+from raysessions.storage_location import StoredUri
+
+STOP_S = 20.0
+"""How long an actor may take to free what it holds before it is killed."""
+
+
+def pool_key_of(base_model: str, config: SamplingConfig) -> str:
+    """Sessions with the same one share samplers."""
+    return f"{base_model}\n{config.model_dump_json()}"
+
+
+def host_key_of(request: SessionRequest) -> str:
+    """Sessions with the same one share a loaded base model."""
+    key = f"{pool_key_of(request.base_model, request.sampling)}\n{request.training.model_dump_json()}"
+    return key if request.share else f"{key}\n{request.session_id}"
+
+
+class SharedActors:
+    """Of the manager."""
+
+    def __init__(self, records: ManagerRecords) -> None:
+        self._records = records
+
+    def pool(
+        self, record: SessionRecord, config: SamplingConfig, merged: tuple[StoredUri, AdapterWeights] | None = None
+    ) -> Any:
+        """`merged`: a version that the pool is to serve merged into the base model."""
+        pools = self._records.pools
+        if record.pool_key not in pools:
+            pools[record.pool_key] = SharedActor(_new_name("pool"))
+            durable_actor(SamplingPool, pools[record.pool_key].name, record.base_model, config, merged)
+        return self._use(pools[record.pool_key], record)
+
+    def host(self, record: SessionRecord, request: SessionRequest, pool: Any) -> Any:
+        hosts, key = self._records.hosts, host_key_of(request)
+        if key not in hosts:
+            keeps = request.training.max_recoveries > 0
+            shared = hosts[key] = SharedActor(_new_name("host"), _new_name("vault") if keeps else None)
+            vault = durable_actor(SessionVault, shared.vault_name) if shared.vault_name else None
+            sleep = request.sampling.sleep
+            durable_actor(ModelHost, shared.name, request.base_model, request.training, pool, vault, takes_turns=sleep)
+        return self._use(hosts[key], record)
+
+    async def release(self, record: SessionRecord) -> None:
+        """The session is over: its actors hear of it, and those that nobody else uses end."""
+        hosts, pools = self._records.hosts, self._records.pools
+        await asyncio.gather(
+            _release(hosts, record.host_key, record.session_id, "close_session"),
+            _release(pools, record.pool_key, record.session_id, "drop_session"),
+        )
+
+    def _use(self, shared: SharedActor, record: SessionRecord) -> Any:
+        shared.users.add(record.session_id)
+        self._records.save()
+        return shared.actor
+
+
+def _new_name(what: str) -> str:
+    return f"raysessions-{what}-{secrets.token_hex(8)}"
+
+
+async def _release(table: dict[str, SharedActor], key: str | None, session_id: str, leave: str) -> None:
+    if key is None or key not in table:
+        return
+    shared = table[key]
+    shared.users.discard(session_id)
+    if not shared.users:
+        del table[key]
+    # One that hangs or is gone already is killed below, or with its last session.
+    with contextlib.suppress(TimeoutError, SessionError):
+        actor = shared.actor
+        call = actor.stop.options(max_task_retries=0).remote() if not shared.users else getattr(actor, leave).remote(session_id)
+        await asyncio.wait_for(answer(call, if_dead=SessionStoppedError("It is gone.")), STOP_S)
+    if not shared.users:
+        shared.kill()

@@ -1,0 +1,115 @@
+"""A GRPO run through which a random actor is killed every few seconds, against one that is left alone: the same losses.
+
+Weights are float32, so that what is sampled does not depend on which requests happen to be in a batch together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import threading
+import time
+
+import numpy as np
+from actor_processes import kill
+from measure import report, summary
+
+import raysessions as rs
+
+BASE_MODEL = "smollm2-135m-instruct"
+ACTORS = ("TrainingActor", "SamplingActor", "ModelHost", "SamplingPool", "SessionManager", "SessionVault", "DriverAnchor")
+PROMPTS, GROUP, NEW_TOKENS = 6, 8, 14
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--kill-every-s", type=float, default=20)
+    parser.add_argument("--base-model", default=BASE_MODEL)
+    parser.add_argument("--min-kills", type=int, default=0, help="wait between the steps until so many have been killed")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    # Room for those that come back before the dead have been cleared away.
+    share = {"num_cpus": 0}
+    with rs.ServiceClient(
+        training=rs.TrainingConfig(dtype="float32", actor_options=share),
+        sampling=rs.SamplingConfig(dtype="float32", kv_cache_gib=0.5, actor_options=share),
+    ) as service:
+        calm, calm_s = run(service, arguments, None)
+        killer = Killer(arguments)
+        disturbed, disturbed_s = run(service, arguments, killer)
+        killer.stop()
+    differences = np.abs(np.array(disturbed) - np.array(calm)) / np.maximum(1e-6, np.abs(calm))
+    report(
+        "chaos",
+        {
+            "losses_undisturbed": calm,
+            "losses_disturbed": disturbed,
+            "killed": killer.killed,
+            "seconds_undisturbed": calm_s,
+            "seconds_disturbed": disturbed_s,
+            "step_s": summary([calm_s / arguments.steps]),
+        },
+        {
+            "largest relative difference of a step's loss": (float(differences.max()), -1e-3),
+            "actors killed": (len(killer.killed), max(1, arguments.min_kills)),
+        },
+    )
+
+
+class Killer:
+    """Kills in a thread, one after the other."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._rng = random.Random(arguments.seed)
+        self._every_s = arguments.kill_every_s
+        self._stopped = threading.Event()
+        self.killed: list[str] = []
+        self._thread = threading.Thread(target=self._kill, daemon=True)
+        self._thread.start()
+
+    def _kill(self) -> None:
+        while not self._stopped.wait(self._every_s):
+            name = self._rng.choice(ACTORS)
+            if kill(name):
+                self.killed.append(name)
+                print(f"chaos: killed {name}", flush=True)
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+
+def run(service: rs.ServiceClient, arguments: argparse.Namespace, killer: Killer | None) -> tuple[list[float], float]:
+    """The loss of every step, and the seconds of all. The reward is how many tokens of an answer are even."""
+    started = time.monotonic()
+    losses = []
+    training = service.create_lora_training_client(arguments.base_model, rank=8, seed=0)
+    vocab_size = training.get_info().vocab_size
+    sampler = training.save_weights_and_get_sampling_client("start")
+    for step in range(arguments.steps):
+        while killer is not None and len(killer.killed) * arguments.steps < arguments.min_kills * step:
+            time.sleep(0.2)
+        rng = random.Random(step)
+        prompts = [[rng.randrange(3, vocab_size) for _ in range(20)] for _ in range(PROMPTS)]
+        futures = [
+            sampler.sample(rs.ModelInput.from_ints(prompt), GROUP, rs.SamplingParams(max_tokens=NEW_TOKENS, seed=step, stop=[]))
+            for prompt in prompts
+        ]
+        data = []
+        for prompt, future in zip(prompts, futures, strict=True):
+            group = future.result(timeout=300).sequences
+            rewards = [sum(token % 2 == 0 for token in sequence.tokens) / NEW_TOKENS for sequence in group]
+            mean = sum(rewards) / len(rewards)
+            data += [rs.datum_for_rl(prompt, s, reward - mean) for s, reward in zip(group, rewards, strict=True)]
+        output = training.forward_backward(data, "importance_sampling")
+        training.optim_step(rs.AdamParams(learning_rate=1e-3))
+        losses.append(output.result(timeout=300).loss)
+        sampler = training.save_weights_and_get_sampling_client(f"step-{step}")
+        print(f"chaos: step {step}: loss {losses[-1]:.6g} ({time.monotonic() - started:.0f} s)", flush=True)
+    training.stop()
+    return losses, time.monotonic() - started
+
+
+if __name__ == "__main__":
+    main()
