@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from raysessions.actors.op_queue import Entry
-from raysessions.operations import CustomLossOp, LoadStateOp, LossOp, OptimStepOp
+from raysessions.operations import CustomLossOp, LoadStateOp, LossOp, Operation, OptimStepOp
+
+MOST_OPERATIONS = 128
+"""Between two copies: a gradient that adds up over more is copied on the way, so that the data of them all need not be kept."""
 
 
 @dataclass(slots=True, eq=False)
@@ -35,6 +38,7 @@ class Journal:
     last_sent: int = 0
     """Sequence number of the last operation that the ranks got."""
     _steps: int = 0
+    _others: int = 0
 
     def begin(self, entry: Entry) -> Record:
         record = Record(entry)
@@ -48,10 +52,13 @@ class Journal:
         if record in self.records and (not record.changes_state or (failed and not isinstance(record.entry.op, OptimStepOp))):
             self.records.remove(record)
 
-    def wants_snapshot(self) -> bool:
-        """Called once after each optimizer step."""
-        self._steps += 1
-        return self._steps % self.snapshot_every == 0
+    def wants_snapshot(self, op: Operation) -> bool:
+        """Called once for each operation: whether the state after it is to be copied."""
+        if isinstance(op, OptimStepOp):
+            self._steps += 1
+            return self._steps % self.snapshot_every == 0
+        self._others += 1
+        return self._others % MOST_OPERATIONS == 0
 
     def advance(self, seq_id: int) -> None:
         """There is a copy of the state after operation `seq_id`: what led there is not needed any more."""

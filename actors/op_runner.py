@@ -93,12 +93,10 @@ class OpRunner:
                     response = self._save_state(session, record, op, group, group.export_state(session.session_id))
                 case LoadStateOp() as op:
                     response = self._load_state(session, entry, group, send(group, session, op))
-                case OptimStepOp() as op:
-                    response = self._until_done(send(group, session, op))
-                    if self.vault.keeps and session.journal.wants_snapshot():
-                        self.run(self._keep(session, entry, group.export_state(session.session_id)))
                 case op:
                     response = self._until_done(send(group, session, op))
+                    if self.vault.keeps and session.journal.wants_snapshot(op):
+                        self.run(self._keep(session, entry, group.export_state(session.session_id)))
         except Exception as error:
             self._give_back()
             session.journal.end(record, failed=True)

@@ -64,12 +64,20 @@ class RankKeeper:
         return 0.0 if self._placed_at is None else time.monotonic() - self._placed_at
 
     async def start(self) -> ModelFacts:
-        self.group = await TrainingGroup.place(self._base_model, self._config)
-        self._placed_at = time.monotonic()
-        self.phase = "loading"
-        facts = await self.group.load()
-        self._is_ready()
-        return facts
+        for attempt in range(self._config.max_recoveries + 1):
+            self.group = await TrainingGroup.place(self._base_model, self._config)
+            self._placed_at = time.monotonic()
+            self.phase = "loading"
+            try:
+                facts = await self.group.load()
+            except RankDiedError:
+                self.group.stop()
+                if attempt == self._config.max_recoveries:
+                    raise
+            else:
+                self._is_ready()
+                return facts
+        raise AssertionError("unreachable")
 
     async def ready(self) -> None:
         """Waits while dead ranks are replaced. Raises `TrainingGroupError` when they will not be."""

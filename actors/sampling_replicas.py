@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 
 import ray
 
-from raysessions.actors.protocol import CoreShare, ModelFacts
+from raysessions.actors.protocol import CoreShare, ModelFacts, ReplicaFailedError
 from raysessions.actors.sampling_replica import Replica
 from raysessions.config import SamplingConfig
 from raysessions.errors import SamplingPoolError
 from raysessions.storage_location import StoredUri
 
+FIRST_START_RETRIES = 2
 RESTART_DELAYS_S = (0.0, 2.0, 10.0, 30.0)
 """Before each attempt to bring a replica back; after the last one its seat is given up."""
 
@@ -128,7 +129,8 @@ class ReplicaSet:
                 replica = seat.replica = await self._start(seat)
             except Exception as error:
                 seat.placed.set()
-                if not seat.started.is_set():
+                died = isinstance(error, ReplicaFailedError)  # in mid-start; an error of its own would come again
+                if not seat.started.is_set() and not (died and failures < FIRST_START_RETRIES):
                     seat.error = error
                     seat.started.set()
                     return

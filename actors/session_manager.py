@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from raysessions.actors.answer import answer
 from raysessions.actors.housekeeper import Housekeeper
@@ -26,6 +26,8 @@ from raysessions.saved_adapter import read_adapter
 from raysessions.session_summary import SessionState, SessionSummary
 from raysessions.storage_location import StorageLocation, StoredUri
 from raysessions.usage import UsageReport
+
+ANCHOR_RETRY_S = 0.5
 
 START_INTERRUPTED = SessionStoppedError("The session was stopped while it was starting.")
 
@@ -51,7 +53,7 @@ class SessionManager(RegistryDesk):
         self._housekeeper = Housekeeper(self._records, self._expire)
         self._housekeeping: asyncio.Task[None] | None = None
         self._is_leaving = False
-        ray.get_runtime_context().current_actor.resume.remote()
+        ray.get_runtime_context().current_actor.resume.options(max_task_retries=0).remote()
 
     async def resume(self) -> None:
         """Watches the drivers that there were before the process died, and the clock."""
@@ -196,9 +198,11 @@ class SessionManager(RegistryDesk):
 
     def _watch(self, driver_id: str) -> None:
         async def watch() -> None:
-            # Until the anchor is gone, and its driver with it.
-            with contextlib.suppress(RayError, SessionStoppedError):
-                await find_actor(anchor_name(driver_id)).hold.remote()
+            with contextlib.suppress(ActorDiedError, SessionStoppedError):  # the anchor is gone, and its driver with it
+                while True:
+                    with contextlib.suppress(ActorUnavailableError):  # its process died alone, and comes back
+                        await find_actor(anchor_name(driver_id)).hold.options(max_task_retries=0).remote()
+                    await asyncio.sleep(ANCHOR_RETRY_S)
             await self._end_driver(driver_id)
 
         if driver_id not in self._watches:
@@ -239,6 +243,10 @@ class SessionManager(RegistryDesk):
 
     def _ending(self, session_id: str) -> SessionError:
         record = self._records.ended.get(session_id)
+        if session_id in self._records.sessions:
+            return SessionStoppedError(
+                f"The actors of session {session_id} are gone: stop it, and create a new one from a state."
+            )
         if record is None:
             return SessionStoppedError(f"There is no session {session_id}: service.list_sessions() names those there are.")
         kind = SessionExpiredError if record.state == "expired" else SessionStoppedError

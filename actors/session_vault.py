@@ -15,6 +15,8 @@ from raysessions.batch import Batch
 from raysessions.errors import SessionError
 from raysessions.operations import CustomLossOp, LossOp, Operation, SessionRequest
 
+KEPT_FORWARDS = 64
+
 
 @dataclass(slots=True)
 class KeptSession:
@@ -63,6 +65,9 @@ class SessionVault:
         op = await _own(op)
         if (kept := self._sessions.get(session_id)) is not None and seq_id > kept.seq_id:
             kept.ops[seq_id] = op
+            forwards = [number for number, op in kept.ops.items() if isinstance(op, LossOp) and not op.backward]
+            for number in forwards[:-KEPT_FORWARDS]:  # they change nothing, and were answered long ago
+                del kept.ops[number]
 
     async def settle(self, session_id: str, seq_id: int, response: Any) -> None:
         """A save is done."""

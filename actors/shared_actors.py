@@ -19,8 +19,8 @@ from raysessions.errors import SessionError, SessionStoppedError
 from raysessions.operations import SessionRequest
 from raysessions.storage_location import StoredUri
 
-STOP_S = 20.0
-"""How long an actor may take to free what it holds before it is killed."""
+STOP_S = {"host": 120.0, "pool": 20.0}
+"""How long an actor may take to end before it is killed. A host has freed its ranks then, and waits for what is being saved."""
 
 
 def pool_key_of(base_model: str, config: SamplingConfig) -> str:
@@ -64,8 +64,8 @@ class SharedActors:
         """The session is over: its actors hear of it, and those that nobody else uses end."""
         hosts, pools = self._records.hosts, self._records.pools
         await asyncio.gather(
-            _release(hosts, record.host_key, record.session_id, "close_session"),
-            _release(pools, record.pool_key, record.session_id, "drop_session"),
+            _release(hosts, record.host_key, record.session_id, "close_session", STOP_S["host"]),
+            _release(pools, record.pool_key, record.session_id, "drop_session", STOP_S["pool"]),
         )
 
     def _use(self, shared: SharedActor, record: SessionRecord) -> Any:
@@ -78,7 +78,7 @@ def _new_name(what: str) -> str:
     return f"raysessions-{what}-{secrets.token_hex(8)}"
 
 
-async def _release(table: dict[str, SharedActor], key: str | None, session_id: str, leave: str) -> None:
+async def _release(table: dict[str, SharedActor], key: str | None, session_id: str, leave: str, stop_s: float) -> None:
     if key is None or key not in table:
         return
     shared = table[key]
@@ -89,6 +89,6 @@ async def _release(table: dict[str, SharedActor], key: str | None, session_id: s
     with contextlib.suppress(TimeoutError, SessionError):
         actor = shared.actor
         call = actor.stop.options(max_task_retries=0).remote() if not shared.users else getattr(actor, leave).remote(session_id)
-        await asyncio.wait_for(answer(call, if_dead=SessionStoppedError("It is gone.")), STOP_S)
+        await asyncio.wait_for(answer(call, if_dead=SessionStoppedError("It is gone.")), stop_s)
     if not shared.users:
         shared.kill()

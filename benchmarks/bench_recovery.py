@@ -1,6 +1,6 @@
 """Seconds from the kill of a process to the next answer that needs it, each call sent right after the kill. SmolLM2-135M.
 
-A rank and a replica come back with their model; a host with its ranks; a pool with its engine; a manager with its records alone.
+A rank and a replica come back with their model; a host with its ranks; a pool with its engine; a manager with its records.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import warnings
 from pathlib import Path
 
 import ray
@@ -38,14 +39,32 @@ def connect(address: str | None) -> None:
             "cluster (`ray job submit --working-dir . -- python loop.py --address auto`), or run it on one of its nodes with "
             "address='auto' or HOST:6379."
         )
-    target = _current_cluster() if address == "auto" else address
-    _probe(target)
-    ray.init(address=target, logging_level=logging.WARNING)
+    if address == "auto":
+        address = os.environ.get("RAY_ADDRESS") or _current_cluster()  # the variable is Ray's word to a job
+    _probe(address)
+    try:
+        ray.init(address=address, logging_level=logging.WARNING)
+    except ConnectionError as error:
+        raise ClusterUnreachableError(
+            f"The Ray cluster at {address} answers but does not let this process in: {error}. Its token must be in "
+            "~/.ray/auth_token, RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH here too (RAY_AUTH_MODE=token), with TLS its certificates."
+        ) from error
 
 
 def is_local() -> bool:
     """Whether this process's Ray was started for it, and ends with it."""
     return _is_local and ray.is_initialized()
+
+
+def warn_of_unshared_storage(output_uri: str | None) -> None:
+    """Several nodes, and versions in a folder that each has for itself: what one node saves, another would not find."""
+    num_nodes = sum(node["Alive"] for node in ray.nodes())
+    if output_uri is None and num_nodes > 1:
+        warnings.warn(
+            f"The cluster has {num_nodes} nodes, and saved versions go to the home folder of whichever node writes them. Give "
+            "output_uri: a folder that all nodes share, or s3://, gs://, hdfs://.",
+            stacklevel=3,
+        )
 
 
 def _start_local() -> None:

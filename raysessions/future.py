@@ -97,10 +97,11 @@ class APIFuture(ray.ObjectRef, Generic[T]):
         return self._cancel() if self._cancel is not None else False
 
     def _own_error(self, error: RayError) -> BaseException:
-        if isinstance(error, RayActorError) and self._explain is not None:
+        own = own_error(error)
+        if isinstance(own, SessionStoppedError) and self._explain is not None:
             with contextlib.suppress(RayError):  # the manager is gone too
                 return self._explain()
-        return own_error(error)
+        return own
 
     def __await__(self) -> Generator[Any, None, T]:
         try:

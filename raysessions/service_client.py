@@ -16,7 +16,7 @@ from raysessions.actors.placement import NAMESPACE, RESTARTED, light_actor
 from raysessions.actors.protocol import ModelFacts
 from raysessions.actors.session_manager import DriverAnchor, SessionManager, anchor_name
 from raysessions.checkpoint_catalogue import CheckpointCatalogue
-from raysessions.cluster import connect, is_local
+from raysessions.cluster import connect, is_local, warn_of_unshared_storage
 from raysessions.cluster_overview import ClusterOverview
 from raysessions.config import LoraConfig
 from raysessions.errors import ConfigError
@@ -49,6 +49,7 @@ class ServiceClient(CheckpointCatalogue, ClusterOverview):
         _ = self._settings.location  # a key that cannot be read is told now
         connect(address)
         self._settings.network.check()
+        warn_of_unshared_storage(self._settings.output_uri)
         self._driver_id = secrets.token_hex(8)
         anchor = {"name": anchor_name(self._driver_id), "namespace": NAMESPACE, **RESTARTED}
         self._anchor = light_actor(DriverAnchor, **anchor).remote()

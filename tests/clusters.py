@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -38,7 +39,15 @@ def ray_started(num_cpus: int = 4, **environment: str) -> Iterator[StartedCluste
     """`ray start --head` with this virtual environment's python first; all its processes end afterwards."""
     port, dashboard = free_port(), free_port()
     with tempfile.TemporaryDirectory(prefix="rs-ray-", dir="/tmp") as folder:
-        env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", **environment}
+        token = Path(folder) / "token"
+        token.write_text(secrets.token_hex(32))
+        env = {
+            **os.environ,
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(token),
+            **environment,
+        }
         env.pop("RAY_ADDRESS", None)
         command = [
             *RAY, "start", "--head", "--block", f"--port={port}", f"--num-cpus={num_cpus}", f"--temp-dir={folder}",

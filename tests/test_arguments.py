@@ -279,14 +279,16 @@ def test_training_gradient_checkpointing(create):
 
 def test_training_snapshot_every(create):
     """What it is for is shown in test_recovery.py."""
-    assert stepped(create(seed=0, training=config_of(snapshot_every=2))) == stepped(create(seed=0, training=config_of()))
+    ours = create(seed=0, training=config_of(snapshot_every=2))
+    assert stepped(ours) == pytest.approx(stepped(create(seed=0)), rel=1e-4)
     with pytest.raises(rs.ConfigError, match="snapshot_every"):
         rs.TrainingConfig(snapshot_every=0)
 
 
 def test_training_max_recoveries(create):
     """What it is for is shown in test_recovery.py."""
-    assert stepped(create(seed=0, training=config_of(max_recoveries=0))) == stepped(create(seed=0, training=config_of()))
+    ours = create(seed=0, training=config_of(max_recoveries=0))
+    assert stepped(ours) == pytest.approx(stepped(create(seed=0)), rel=1e-4)
     with pytest.raises(rs.ConfigError, match="max_recoveries"):
         rs.TrainingConfig(max_recoveries=-1)
 

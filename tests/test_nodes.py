@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 
 LOOP = """
-import sys, time
+import sys, time, warnings
 import ray
 from ray.cluster_utils import Cluster
 
-cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3, "include_dashboard": False})
-second = cluster.add_node(num_cpus=3)
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
+second = cluster.add_node(num_cpus=4)
 ray.init(address=cluster.address, log_to_driver=False)
 sys.path.insert(0, sys.argv[2])
 import raysessions as rs
@@ -24,9 +24,8 @@ sampling_config = rs.SamplingConfig(num_replicas=2, kv_cache_gib=0.25, num_threa
 
 
 def nodes_of(name):
-    from ray.util.state import list_actors
-
-    return {actor.node_id for actor in list_actors(limit=1000) if actor.class_name == name and actor.state == "ALIVE"}
+    actors = ray._private.state.actors().values()
+    return {actor["Address"]["NodeID"] for actor in actors if actor["ActorClassName"] == name and actor["State"] == "ALIVE"}
 
 
 def step(training, number):
@@ -35,7 +34,12 @@ def step(training, number):
     return output.result(timeout=150).loss
 
 
-with rs.ServiceClient(training=training_config, sampling=sampling_config) as service:
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    rs.ServiceClient().close()
+print("warned", any("output_uri" in str(warning.message) for warning in caught), flush=True)
+
+with rs.ServiceClient(training=training_config, sampling=sampling_config, output_uri=sys.argv[3]) as service:
     with service.create_lora_training_client(sys.argv[1], rank=8, seed=0) as training:
         losses = [step(training, number) for number in range(2)]
         sampler = training.save_weights_and_get_sampling_client("before")
@@ -58,10 +62,11 @@ cluster.shutdown()
 """
 
 
-def test_a_run_on_two_nodes_goes_on_when_one_is_lost(tiny_model):
-    arguments = [sys.executable, "-c", LOOP, str(tiny_model), str(Path(__file__).parent)]
+def test_a_run_on_two_nodes_goes_on_when_one_is_lost(tiny_model, tmp_path):
+    arguments = [sys.executable, "-c", LOOP, str(tiny_model), str(Path(__file__).parent), str(tmp_path)]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=420)
-    told = [line for line in done.stdout.splitlines() if line.split()[0] in ("ranks", "samples", "sampled", "nodes", "losses")]
+    kinds = ("warned", "ranks", "samples", "sampled", "nodes", "losses")
+    told = [line for line in done.stdout.splitlines() if line.startswith(kinds)]
     assert told == [
-        "ranks on 2 replicas on 2", "samples True", "sampled 10", "nodes 1", "losses True"
+        "warned True", "ranks on 2 replicas on 2", "samples True", "sampled 10", "nodes 1", "losses True"
     ], done.stdout[-1500:] + done.stderr[-3000:]  # fmt: skip

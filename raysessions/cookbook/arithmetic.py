@@ -57,11 +57,13 @@ class Arithmetic:
         return 0.8 * self.is_right(problem, tokens) + 0.2 * self.decode(tokens).isdigit()
 
     def evaluate(self, sampler: SamplingClient) -> Accuracy:
-        """Asks every held-out problem once greedily and four times at temperature 1."""
+        """Asks every held-out problem once greedily and four times at temperature 1, with the same seeds each time."""
         greedy = SamplingParams(max_tokens=MAX_NEW_TOKENS, temperature=0.0)
-        sampled = SamplingParams(max_tokens=MAX_NEW_TOKENS, temperature=1.0)
         greedy_futures = [sampler.sample(problem.prompt, 1, greedy) for problem in self.held_out]
-        sampled_futures = [sampler.sample(problem.prompt, 4, sampled) for problem in self.held_out]
+        sampled_futures = [
+            sampler.sample(problem.prompt, 4, SamplingParams(max_tokens=MAX_NEW_TOKENS, temperature=1.0, seed=4 * number))
+            for number, problem in enumerate(self.held_out)
+        ]
         return Accuracy(greedy=self._share_right(greedy_futures), sampled=self._share_right(sampled_futures))
 
     def _share_right(self, futures: list[Any]) -> float:
