@@ -23,8 +23,12 @@ class Record:
 
     @property
     def changes_state(self) -> bool:
-        op = self.entry.op
-        return (isinstance(op, LossOp) and op.backward) or isinstance(op, CustomLossOp | OptimStepOp | LoadStateOp)
+        return changes_state(self.entry.op)
+
+
+def changes_state(op: Operation) -> bool:
+    """Of a session: its weights, its optimizer or its gradient."""
+    return (isinstance(op, LossOp) and op.backward) or isinstance(op, CustomLossOp | OptimStepOp | LoadStateOp)
 
 
 @dataclass(slots=True)
@@ -37,6 +41,8 @@ class Journal:
     """In the order in which the ranks got them, from the copy on."""
     last_sent: int = 0
     """Sequence number of the last operation that the ranks got."""
+    last_change: int = 0
+    """Of the last one that changes the session's state."""
     _steps: int = 0
     _others: int = 0
 
@@ -44,6 +50,8 @@ class Journal:
         record = Record(entry)
         self.records.append(record)
         self.last_sent = entry.seq_id
+        if record.changes_state:
+            self.last_change = entry.seq_id
         return record
 
     def end(self, record: Record, *, failed: bool) -> None:

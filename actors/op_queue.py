@@ -57,6 +57,8 @@ class _Session:
     """Waiting, running and the last finished ones, by sequence number."""
     awaited: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
     """Outcomes asked for before their operation came."""
+    restored_at: int = 0
+    """The operation after which the session was brought back."""
     held_by: Entry | None = None
     """An operation that the later ones wait for."""
     in_turn: bool = False
@@ -84,7 +86,7 @@ class OpQueue:
     ) -> None:
         """A session whose operation `last_seq` had `result`, with the `later` ones in line again; `results` has those of them
         that must not run again."""
-        session = self._sessions[session_id] = _Session(next_seq=last_seq + 1)
+        session = self._sessions[session_id] = _Session(next_seq=last_seq + 1, restored_at=last_seq)
         if op is not None:
             session.entries[last_seq] = Entry(session_id, last_seq, op, _new_outcome(), begun=True)
             session.entries[last_seq].settle(result)
@@ -95,6 +97,11 @@ class OpQueue:
             elif seq_id in results:
                 entry.settle(results[seq_id])
         self._changed.set()
+
+    def begun_after(self, session_id: str, seq_id: int) -> list[Entry]:
+        """Operations after number `seq_id` that have begun, and may have ended."""
+        entries = self._session(session_id).entries.values()
+        return [entry for entry in entries if entry.begun and entry.seq_id > seq_id]
 
     def take_over(self, session_id: str) -> int:
         """The number of the last operation that is in line without a gap. What waits behind a gap fails: its caller is gone."""
@@ -128,6 +135,11 @@ class OpQueue:
             if session.entries[seq_id].op != op:
                 raise ValidationError(f"Operation {seq_id} of session {session_id} was another one: numbers are used once.")
             return session.entries[seq_id].outcome
+        if seq_id <= session.restored_at:
+            raise SessionError(
+                f"Operation {seq_id} of session {session_id} was in flight when its host died, and cannot be done again: the "
+                "weights have moved on. Call it again if you need it."
+            )
         if seq_id < session.next_seq:
             raise ValidationError(f"Operation {seq_id} of session {session_id} ended too long ago: its result is gone.")
         outcome = session.awaited.pop(seq_id) if seq_id in session.awaited else _new_outcome()

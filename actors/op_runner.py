@@ -185,15 +185,22 @@ class OpRunner:
             session.journal.advance(entry.seq_id)
 
     def _keep_all(self) -> None:
-        """The vault has lost everything: the state as of the last operation that each session's ranks got."""
-
-        async def keep(session: HostedSession) -> None:
-            seq_id = session.journal.last_sent
-            if await self.vault.keep(session.request, seq_id, self.keeper.group.export_state(session.session_id)):
-                session.journal.advance(seq_id)
-
+        """The vault has lost everything: it gets each session's state as of now, and what came and comes after it."""
         for session in self._sessions.values():
-            self.run(keep(session))
+            # Saves since the last change are of this state: one that is under way can be done again from it.
+            last_change = session.journal.last_change
+            under_way = any(not entry.outcome.done() for entry in self.queue.begun_after(session.session_id, last_change))
+            seq_id = last_change if under_way else session.journal.last_sent
+            self.run(self._keep_anew(session, seq_id, self.keeper.group.export_state(session.session_id)))
+
+    async def _keep_anew(self, session: HostedSession, seq_id: int, parts: list[ray.ObjectRef]) -> None:
+        if not await self.vault.keep(session.request, seq_id, parts) or session.session_id not in self.queue:
+            return
+        session.journal.advance(seq_id)
+        for entry in self.queue.begun_after(session.session_id, seq_id):
+            await self.vault.noted(self.vault.begin(entry))
+            if isinstance(entry.op, SaveForSamplerOp | SaveStateOp) and entry.outcome.done() and not entry.outcome.exception():
+                await self.vault.settle(entry, entry.outcome.result())
 
     async def _until_done(self, response: Awaitable[Any]) -> Any:
         try:

@@ -47,7 +47,7 @@ def connect(address: str | None) -> None:
     except ConnectionError as error:
         raise ClusterUnreachableError(
             f"The Ray cluster at {address} answers but does not let this process in: {error}. Its token must be in "
-            "~/.ray/auth_token, RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH here too (RAY_AUTH_MODE=token), with TLS its certificates."
+            "~/.ray/auth_token, RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH here too (RAY_AUTH_MODE=token), with TLS certificates."
         ) from error
 
 
