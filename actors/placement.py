@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import ActorUnschedulableError, RayActorError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from raysessions.config import ActorConfig
 from raysessions.errors import PlacementError
@@ -30,10 +30,20 @@ def light_actor(cls: type[T], **options: Any) -> Any:
     return ray.remote(cls).options(num_cpus=0, max_concurrency=MAX_CALLS, **options)
 
 
-def durable_actor(cls: type[T], name: str, *args: Any, **kwargs: Any) -> Any:
+def durable_actor(cls: type[T], name: str, *args: Any, elsewhere: bool = False, **kwargs: Any) -> Any:
     """A light actor that belongs to nobody and is started again when its process dies; calls that it had not answered are then
-    made again. It ends by `ray.kill`."""
-    options = {"name": name, "namespace": NAMESPACE, "lifetime": "detached", "get_if_exists": True, **RESTARTED}
+    made again. It ends by `ray.kill`. On this node, or with `elsewhere` on another one if there is any."""
+    here = ray.get_runtime_context().get_node_id()
+    others = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here]
+    node_id = others[0] if elsewhere and others else here
+    options = {
+        "name": name,
+        "namespace": NAMESPACE,
+        "lifetime": "detached",
+        "get_if_exists": True,
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=True),
+        **RESTARTED,
+    }
     return light_actor(cls, **options).remote(*args, **kwargs)
 
 

@@ -55,7 +55,7 @@ class SharedActors:
         if key not in hosts:
             keeps = request.training.max_recoveries > 0
             shared = hosts[key] = SharedActor(_new_name("host"), _new_name("vault") if keeps else None)
-            vault = durable_actor(SessionVault, shared.vault_name) if shared.vault_name else None
+            vault = durable_actor(SessionVault, shared.vault_name, elsewhere=True) if shared.vault_name else None
             sleep = request.sampling.sleep
             durable_actor(ModelHost, shared.name, request.base_model, request.training, pool, vault, takes_turns=sleep)
         return self._use(hosts[key], record)

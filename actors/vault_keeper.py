@@ -29,6 +29,8 @@ class VaultKeeper:
         """`keep_again`: called when the vault has lost everything; copies all sessions anew."""
         self._vault = vault
         self._keep_again = keep_again
+        self._own: dict[str, list[RankState]] = {}
+        """Copies on this node too, where there are several: a node takes its ranks and the vault on it along."""
         self._watch: asyncio.Task[None] | None = None
 
     @property
@@ -53,6 +55,8 @@ class VaultKeeper:
             return False
         try:
             await answer(self._vault.keep.remote(request, seq_id, tuple(parts), op, response), if_dead=VAULT_DIED)
+            if _num_nodes() > 1:
+                self._own[request.session_id] = [await part for part in parts]
         except (RaySessionsError, RayError) as error:  # a rank died before it had answered, or the vault itself
             log.info("raysessions: no copy of session %s as of operation %d: %s", request.session_id, seq_id, error)
             return False
@@ -75,6 +79,7 @@ class VaultKeeper:
             await self.noted(self._vault.settle.remote(entry.session_id, entry.seq_id, response))
 
     def forget(self, session_id: str) -> None:
+        self._own.pop(session_id, None)
         if self._vault is not None:
             self._vault.forget.remote(session_id)
 
@@ -82,7 +87,12 @@ class VaultKeeper:
         """Raises `SessionError` when there is no copy."""
         if self._vault is None:
             raise VAULT_DIED
-        return await answer(self._vault.snapshot.remote(session_id), if_dead=VAULT_DIED)
+        try:
+            return await answer(self._vault.snapshot.remote(session_id), if_dead=VAULT_DIED)
+        except SessionError:
+            if session_id not in self._own:
+                raise
+            return self._own[session_id]
 
     async def everything(self) -> list[KeptSession]:
         """What a host that died left."""
@@ -93,5 +103,9 @@ class VaultKeeper:
             try:
                 await vault.hold.options(max_task_retries=0).remote()
             except RayActorError:
-                await asyncio.sleep(1.0)  # Ray starts it again
+                await asyncio.sleep(0.1)  # Ray starts it again
                 self._keep_again()
+
+
+def _num_nodes() -> int:
+    return sum(node["Alive"] for node in ray.nodes())

@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--kill-every-s", type=float, default=20)
     parser.add_argument("--base-model", default=BASE_MODEL)
-    parser.add_argument("--min-kills", type=int, default=0, help="wait between the steps until so many have been killed")
+    parser.add_argument("--max-kills", type=int, default=None, help="then the rest of the run is left alone")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     # Room for those that come back before the dead have been cleared away.
@@ -52,7 +52,7 @@ def main() -> None:
         },
         {
             "largest relative difference of a step's loss": (float(differences.max()), -1e-3),
-            "actors killed": (len(killer.killed), max(1, arguments.min_kills)),
+            "actors killed": (len(killer.killed), arguments.max_kills or 3),
         },
     )
 
@@ -63,17 +63,22 @@ class Killer:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._rng = random.Random(arguments.seed)
         self._every_s = arguments.kill_every_s
+        self._max_kills = arguments.max_kills
         self._stopped = threading.Event()
         self.killed: list[str] = []
         self._thread = threading.Thread(target=self._kill, daemon=True)
         self._thread.start()
 
     def _kill(self) -> None:
-        while not self._stopped.wait(self._every_s):
+        while len(self.killed) != self._max_kills and not self._stopped.wait(self._every_s):
             name = self._rng.choice(ACTORS)
             if kill(name):
                 self.killed.append(name)
                 print(f"chaos: killed {name}", flush=True)
+
+    @property
+    def is_done(self) -> bool:
+        return len(self.killed) == self._max_kills
 
     def stop(self) -> None:
         self._stopped.set()
@@ -88,8 +93,10 @@ def run(service: rs.ServiceClient, arguments: argparse.Namespace, killer: Killer
     vocab_size = training.get_info().vocab_size
     sampler = training.save_weights_and_get_sampling_client("start")
     for step in range(arguments.steps):
-        while killer is not None and len(killer.killed) * arguments.steps < arguments.min_kills * step:
-            time.sleep(0.2)
+        if killer is not None and arguments.max_kills:  # a quick run waits for its share of kills
+            share = arguments.max_kills * step / arguments.steps
+            while len(killer.killed) < share and not killer.is_done:
+                time.sleep(0.2)
         rng = random.Random(step)
         prompts = [[rng.randrange(3, vocab_size) for _ in range(20)] for _ in range(PROMPTS)]
         futures = [

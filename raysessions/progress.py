@@ -21,8 +21,8 @@ SPEAK_S = 30.0
 
 
 def wait_with_progress(ref: ray.ObjectRef, what: str, phase: Callable[[], ray.ObjectRef], timeout_s: float) -> Any:
-    """The result of `ref`. Tells on stderr each new phase, with the seconds so far: a line that moves in a terminal or a
-    notebook, lines in a log.
+    """The result of `ref`. Tells on stderr each new phase, with the seconds so far: a line that moves in a terminal, lines in
+    a notebook or a log.
 
     Raises the operation's own error, or `RequestTimeoutError` after `timeout_s`.
     """
@@ -46,7 +46,7 @@ def wait_with_progress(ref: ray.ObjectRef, what: str, phase: Callable[[], ray.Ob
 
 def _teller(what: str) -> Lines | Spinner:
     console = Console(stderr=True)
-    return Spinner(what, console) if console.is_terminal or console.is_jupyter else Lines(what)
+    return Spinner(what, console) if console.is_terminal else Lines(what)
 
 
 class Lines:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,11 @@ def cluster():
 def test_a_loop_is_submitted_as_a_job(cluster, tiny_model):
     command = [*RAY, "job", "submit", "--address", cluster.dashboard, "--working-dir", str(REPOSITORY), "--"]
     loop = ["python", "examples/arithmetic_grpo.py", "--address", "auto", "--steps", "1", "--base-model", str(tiny_model)]
-    done = subprocess.run([*command, *loop], env=cluster.environment, capture_output=True, text=True, timeout=240)
+    for _ in range(30):  # a head that has just started says so for a while
+        done = subprocess.run([*command, *loop], env=cluster.environment, capture_output=True, text=True, timeout=240)
+        if "No available agent" not in done.stderr + done.stdout:
+            break
+        time.sleep(1)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     assert "Held-out accuracy" in done.stdout
     assert "succeeded" in done.stdout

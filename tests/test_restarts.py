@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -41,6 +40,13 @@ class Killer:
         wait_for(lambda: pid not in processes(self._name))
 
 
+def vaulted() -> set[str]:
+    """Sessions of which there is a copy."""
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    vaults = [ray.get_actor(**actor) for actor in actors if actor["name"].startswith("raysessions-vault-")]
+    return {kept.request.session_id for vault in vaults for kept in ray.get(vault.everything.remote())}
+
+
 @pytest.fixture(scope="module")
 def undisturbed(service, resident, tiny_model) -> list[float]:
     with service.create_lora_training_client(str(tiny_model), rank=8, seed=0, training=TRAINING) as training:
@@ -70,9 +76,9 @@ def test_a_host_and_its_vault_killed_in_mid_step_come_back_with_the_run(create, 
     for step, killer in enumerate([host, vault, ranks, host]):
         first = training.forward_backward(supervised(LONG, seed=2 * step))
         second = training.forward_backward(supervised((30, 3), seed=2 * step + 1))
-        if step == 3:
-            time.sleep(2)  # the vault has been filled again meanwhile
         killer.kill()
+        if killer is vault:  # until it has been filled again, another death would end the run
+            wait_for(lambda: training.get_info().session_id in vaulted())
         training.optim_step(rs.AdamParams(learning_rate=1e-2))
         losses += [first.result(timeout=120).loss, second.result(timeout=120).loss]
     assert losses == undisturbed

@@ -44,7 +44,7 @@ def test_sampler_logprobs_equal_the_trainers_for_three_versions_in_a_row(trainin
         previous = sampler
 
 
-def test_a_client_stays_with_its_version_until_it_is_retired(service, training):
+def test_a_client_stays_with_its_version_until_it_is_retired(owner_by_replicas, training):
     @ray.remote(num_cpus=0)
     class Holder:
         def __init__(self, client: rs.SamplingClient) -> None:
@@ -64,7 +64,7 @@ def test_a_client_stays_with_its_version_until_it_is_retired(service, training):
     assert _greedy(first).tokens == before.tokens
     assert _greedy(first).logprobs == pytest.approx(before.logprobs, abs=1e-6)
     assert _greedy(later[-1]).logprobs != pytest.approx(before.logprobs, abs=1e-3)
-    assert service.create_sampling_client(model_path=first.version).version == first.version
+    assert owner_by_replicas.create_sampling_client(model_path=first.version).version == first.version
     path = first.version
     for _ in range(rs.SamplingConfig().max_live_versions):
         training.save_weights_for_sampler("push").result()
@@ -82,12 +82,12 @@ def test_a_client_stays_with_its_version_until_it_is_retired(service, training):
     again = training.create_sampling_client(path)  # from the registry
     assert _greedy(again).tokens == before.tokens
     del again
-    service.delete_checkpoint(path)
+    owner_by_replicas.delete_checkpoint(path)
     wait_for(lambda: _is_retired_by_a_save(training, path))
     with pytest.raises(rs.SamplerExpiredError, match="max_live_versions"):
         training.create_sampling_client(path)
     with pytest.raises(rs.CheckpointNotFoundError):
-        service.create_sampling_client(model_path=path)
+        owner_by_replicas.create_sampling_client(model_path=path)
     assert _greedy(later[-1]).tokens
 
 

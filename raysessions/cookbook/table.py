@@ -17,7 +17,7 @@ class StepTable:
 
     def __init__(self, *columns: str) -> None:
         self._console = Console()
-        self._is_watched = self._console.is_terminal or self._console.is_jupyter
+        self._is_watched = self._console.is_terminal
         self._columns = columns
         self._table = Table(*(f"{column}" for column in columns), header_style="bold", row_styles=["", "dim"])
         self._live = Live(self._table, console=self._console, auto_refresh=False)
