@@ -118,8 +118,10 @@ class OpQueue:
         return last_seq
 
     def close(self, session_id: str) -> None:
-        """Forgets the session; what has not begun fails with SessionStoppedError."""
-        session = self._sessions.pop(session_id)
+        """Forgets the session; what has not begun fails with SessionStoppedError. Safe to call again."""
+        session = self._sessions.pop(session_id, None)
+        if session is None:
+            return
         waiting = [entry.outcome for entry in session.entries.values() if not entry.begun]
         for outcome in (*waiting, *session.awaited.values()):
             if not outcome.done():
