@@ -29,7 +29,6 @@ def test_the_notebook_runs_from_top_to_bottom(resident, tiny_model, monkeypatch)
     shown = [outputs(cell) for cell in notebook.cells if cell.cell_type == "code"]
     assert "ServiceClient(" in shown[0]
     assert "TrainingClient(session-" in shown[1]
-    assert "ready" in shown[1] or "placing" in shown[1] or "loading" in shown[1]
     assert "ForwardBackwardOutput(1 datums, loss:sum=" in shown[3]
     assert shown[4].strip("'\n") != shown[2].strip("'\n")
     assert "CheckpointInfo(path='raysessions://default/v" in shown[5]
