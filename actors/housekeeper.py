@@ -8,7 +8,6 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
 
 from raysessions.actors.manager_records import ManagerRecords, SessionRecord, SharedActor
 from raysessions.actors.usage_meter import ActivityReport
@@ -16,12 +15,11 @@ from raysessions.errors import RaySessionsError
 from raysessions.session_summary import SessionState
 from raysessions.usage import AcceleratorTime, Usage
 
-if TYPE_CHECKING:
-    from raysessions.ledger import Ledger
-
 log = logging.getLogger("raysessions")
 
 EVERY_S = 2.0
+LEDGER_EVERY_S = 30.0
+"""Between writes to the storage; also when a session ends, and when somebody asks for the usage."""
 ANSWER_S = 5.0
 """How long an actor may take to report before it is asked the next time instead: it may be coming back."""
 
@@ -36,11 +34,14 @@ class Housekeeper:
         self._records = records
         self._expire = expire
         self._reports: dict[str, ActivityReport] = {}
-        """The last one of each actor, by its name."""
-        self._written: dict[str, dict[str, Usage]] = {}
-        """What the ledger has of each session, by count."""
+        """The last one of each actor that runs, by its name."""
+        self._totals: defaultdict[str, dict[str, Usage]] = defaultdict(dict)
+        """Of each session, by count: those of processes that died too."""
+        self._unwritten: set[str] = set()
+        """Sessions whose totals the ledger has not."""
 
     async def run(self) -> None:
+        written_at = time.monotonic()
         while True:
             await asyncio.sleep(EVERY_S)
             await self.look_around()
@@ -48,22 +49,45 @@ class Housekeeper:
                 reason = _why_it_is_over(record)
                 if reason is not None and record.state != "stopping":
                     await self._expire(record, reason)
+            if time.monotonic() - written_at > LEDGER_EVERY_S:
+                await self.write_ledger()
+                written_at = time.monotonic()
 
     async def look_around(self) -> None:
-        """Brings states, times and the ledger up to date."""
+        """Brings states, times and totals up to date."""
         shared = [*self._records.hosts.values(), *self._records.pools.values()]
         await asyncio.gather(*map(self._ask, shared))
+        running = {actor.name for actor in shared}
+        self._reports = {name: report for name, report in self._reports.items() if name in running}
         for record in self._records.sessions.values():
-            if record.state in ("created", "placing", "running", "recovering"):
+            if record.state in ("placing", "running", "recovering") and record.info is not None:
                 report = self._reports.get(self._records.shared(record).name)
-                record.state = _STATES[report.phase] if report is not None and record.info is not None else record.state
-        await self._write_ledger()
+                record.state = _STATES[report.phase] if report is not None else record.state
 
     async def look_at(self, record: SessionRecord) -> None:
         """Brings one session's line in the ledger up to date."""
         keys = ((self._records.hosts, record.host_key), (self._records.pools, record.pool_key))
         await asyncio.gather(*(self._ask(table[key]) for table, key in keys if key in table))
-        await self._write_ledger()
+        await self.write_ledger()
+
+    async def write_ledger(self) -> None:
+        """What has changed. A storage that fails is tried again the next time."""
+        for session_id in list(self._unwritten):
+            record = self._records.sessions.get(session_id) or self._records.ended.get(session_id)
+            if record is not None:
+                saves, totals = record.saves, dict(self._totals[session_id])
+                try:
+                    await asyncio.to_thread(
+                        saves.location.open_ledger().write, session_id, saves.tenant, record.base_model, totals
+                    )
+                except (RaySessionsError, OSError) as error:
+                    log.warning("raysessions: the ledger could not be written, it will be tried again: %s", error)
+                    continue
+                if totals != self._totals[session_id]:  # it went on meanwhile
+                    continue
+            self._unwritten.discard(session_id)
+            if session_id not in self._records.sessions:
+                del self._totals[session_id]
 
     def accelerators(self) -> list[AcceleratorTime]:
         """What those that run now have done."""
@@ -86,35 +110,10 @@ class Housekeeper:
         for session_id, idle_s in report.idle_s.items():
             if (record := self._records.sessions.get(session_id)) is not None:
                 record.used_at = max(record.used_at, now - idle_s)
-
-    async def _write_ledger(self) -> None:
-        for session_id, totals in self._totals().items():
-            record = self._records.sessions.get(session_id) or self._records.ended.get(session_id)
-            if record is None or self._written.get(session_id) == totals:
-                continue
-            try:
-                await asyncio.to_thread(_write, record, totals)
-            except (RaySessionsError, OSError) as error:
-                log.warning("raysessions: the ledger could not be written, it will be tried again: %s", error)
-            else:
-                self._written[session_id] = totals
-
-    def _totals(self) -> dict[str, dict[str, Usage]]:
-        totals: defaultdict[str, dict[str, Usage]] = defaultdict(dict)
-        for report in self._reports.values():
-            for session_id, (count, usage) in report.usage.items():
-                totals[session_id][count] = usage
-        return totals
-
-
-def open_ledger(record: SessionRecord) -> Ledger:
-    from raysessions.ledger import Ledger  # brings pyarrow, which a driver that imports this room does not need
-
-    return Ledger(record.saves.location)
-
-
-def _write(record: SessionRecord, totals: dict[str, Usage]) -> None:
-    open_ledger(record).write(record.session_id, record.saves.tenant, record.base_model, totals)
+        for session_id, (count, usage) in report.usage.items():
+            if self._totals[session_id].get(count) != usage:
+                self._totals[session_id][count] = usage
+                self._unwritten.add(session_id)
 
 
 def _why_it_is_over(record: SessionRecord) -> str | None:

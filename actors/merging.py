@@ -27,8 +27,7 @@ async def write_merged_version(
 @ray.remote(num_cpus=0, max_retries=0)
 def _write(location: StorageLocation, uri: VersionUri, info: CheckpointInfo, weights: AdapterWeights) -> None:
     from raysessions.actors.engines.merged_weights import merged_files
-    from raysessions.registry import Registry
     from raysessions.saved_adapter import beside_merged_weights
 
     files = merged_files(local_folder(info.base_model), weights)
-    Registry(location).write(uri, info, itertools.chain(files, beside_merged_weights(weights, info.base_model)))
+    location.open_registry().write(uri, info, itertools.chain(files, beside_merged_weights(weights, info.base_model)))

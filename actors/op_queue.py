@@ -16,8 +16,6 @@ from typing import Any
 
 from raysessions.errors import RequestCancelledError, SessionError, SessionStoppedError, ValidationError
 
-POLL_S = 0.05
-
 KEPT_RESULTS = 64
 """Finished operations per session whose result a repeated sequence number still gets."""
 
@@ -242,13 +240,15 @@ class Slots:
         self.taken = 0
 
     async def one_free(self) -> None:
-        while self.taken >= self._count:
-            self._changed.clear()
-            await self._changed.wait()
+        await self._fewer_than(self._count)
 
     async def all_free(self) -> None:
-        while self.taken:
-            await asyncio.sleep(POLL_S)
+        await self._fewer_than(1)
+
+    async def _fewer_than(self, count: int) -> None:
+        while self.taken >= count:
+            self._changed.clear()
+            await self._changed.wait()
 
     def take(self) -> None:
         self.taken += 1

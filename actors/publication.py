@@ -9,7 +9,6 @@ import ray
 from raysessions.actors.answer import answer
 from raysessions.actors.hosted_session import HostedSession
 from raysessions.actors.merging import write_merged_version
-from raysessions.adapter_weights import AdapterWeights
 from raysessions.errors import SamplingPoolError
 from raysessions.operations import SaveForSamplerOp
 from raysessions.responses import SaveWeightsForSamplerResponse
@@ -25,8 +24,8 @@ POOL_DIED = SamplingPoolError("The samplers ended while they were given the new 
 async def publish(
     pool: Any, session: HostedSession, op: SaveForSamplerOp, uri: VersionUri, weights: ray.ObjectRef, step: int
 ) -> SaveWeightsForSamplerResponse:
-    """Returns when every replica has the version; the registry gets it behind that, but for merged weights, which nobody else
-    has."""
+    """Returns when every replica has the version, and the registry too; but for a refresh, which the registry gets behind the
+    samples."""
     checkpoints = session.checkpoints
     ttl_seconds = REFRESH_TTL_S if op.is_refresh else op.ttl_seconds
     info = checkpoints.describe("merged" if op.merge_weights else "sampler", op.name, step, ttl_seconds)
@@ -36,10 +35,8 @@ async def publish(
     await answer(published, if_dead=POOL_DIED)
     if op.merge_weights:
         await write_merged_version(checkpoints.location, uri, info, weights)
+    elif op.is_refresh:
+        checkpoints.write_behind(uri, info, weights)
     else:
-
-        async def fetch() -> AdapterWeights:
-            return await weights
-
-        checkpoints.write_behind(uri, info, fetch, is_refresh=op.is_refresh)
+        await checkpoints.write_adapter(uri, info, await weights)
     return SaveWeightsForSamplerResponse(path=str(uri), version=uri.version, name=op.name)

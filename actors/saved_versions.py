@@ -44,10 +44,8 @@ class SavedVersions:
             raise SamplerExpiredError(f"{uri} is lost: its session's host is gone, and {error} Save again.") from error
 
     def _read(self, uri: StoredUri) -> tuple[CheckpointInfo, AdapterWeights]:
-        from raysessions.registry import Registry  # brings pyarrow, which a driver that imports this room does not need
-
         try:
-            info, weights = read_adapter(Registry(uri.location), uri.uri)
+            info, weights = read_adapter(uri.location.open_registry(), uri.uri)
         except CheckpointNotFoundError as error:
             raise SamplerExpiredError(
                 f"{uri} is not live (SamplingConfig.max_live_versions) and not in the registry (keep_refreshes, "

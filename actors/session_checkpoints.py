@@ -6,20 +6,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Iterable
 
 from raysessions.adapter_weights import AdapterWeights, to_peft_files
 from raysessions.errors import CheckpointError, CheckpointMismatchError, CheckpointNotFoundError, StorageError
 from raysessions.manifest import expiry
-from raysessions.operations import SaveSettings, SaveStateOp, SessionRequest
+from raysessions.operations import SaveStateOp, SessionRequest
 from raysessions.responses import CheckpointInfo, CheckpointKind, SessionInfo
 from raysessions.storage_location import StorageLocation
 from raysessions.training_state import TrainingState, from_state_files, to_state_files
 from raysessions.uris import VersionUri
-
-if TYPE_CHECKING:
-    from raysessions.registry import Registry
 
 log = logging.getLogger("raysessions")
 
@@ -32,7 +28,7 @@ class SessionCheckpoints:
 
     def __init__(self, request: SessionRequest, base_fingerprint: str) -> None:
         self._saves = request.saves
-        self._registry = _open(request.saves)
+        self._registry = request.saves.location.open_registry()
         self._base_fingerprint = base_fingerprint
         self._refreshes: list[VersionUri] = []
         self._claiming = asyncio.Lock()
@@ -82,18 +78,18 @@ class SessionCheckpoints:
     async def write(self, uri: VersionUri, info: CheckpointInfo, files: Iterable[tuple[str, bytes]]) -> None:
         await asyncio.to_thread(self._registry.write, uri, info, files)
 
-    def write_behind(
-        self, uri: VersionUri, info: CheckpointInfo, weights: Callable[[], Awaitable[AdapterWeights]], *, is_refresh: bool
-    ) -> None:
-        """Writes a version that samplers answer from already. That it fails is told, and stops nobody."""
+    async def write_adapter(self, uri: VersionUri, info: CheckpointInfo, weights: AdapterWeights) -> None:
+        files = await asyncio.to_thread(to_peft_files, weights, info.base_model)
+        await self.write(uri, info, files.items())
+
+    def write_behind(self, uri: VersionUri, info: CheckpointInfo, weights: Awaitable[AdapterWeights]) -> None:
+        """Writes a refresh, which samplers answer from already. That it fails is told, and stops nobody."""
 
         async def write() -> None:
             try:
                 async with self._in_turn:
-                    files = await asyncio.to_thread(to_peft_files, await weights(), info.base_model)
-                    await self.write(uri, info, files.items())
-                    if is_refresh:
-                        await self._forget_old_refreshes(uri)
+                    await self.write_adapter(uri, info, await weights)
+                    await self._forget_old_refreshes(uri)
             except Exception as error:
                 log.warning("raysessions: %s is live, but is not in the registry: %s", uri, error)
 
@@ -174,16 +170,10 @@ async def read_start(request: SessionRequest, base_fingerprint: str) -> Training
         assert start.state is not None
         state: TrainingState = await start.state[0]
     else:
-        info, files = await asyncio.to_thread(_open(request.saves).read, start.uri)
+        info, files = await asyncio.to_thread(request.saves.location.open_registry().read, start.uri)
         _check(info, base_fingerprint, request.base_model, with_optimizer=start.with_optimizer)
         state = await asyncio.to_thread(from_state_files, files)
     return state if start.with_optimizer else state.without_optimizer()
-
-
-def _open(saves: SaveSettings) -> Registry:
-    from raysessions.registry import Registry  # brings pyarrow, which a driver that imports this room does not need
-
-    return Registry(saves.location)
 
 
 def _check(info: CheckpointInfo, base_fingerprint: str, base_model: str, *, with_optimizer: bool) -> None:

@@ -158,6 +158,7 @@ class SessionManager(RegistryDesk):
     async def usage(self, location: StorageLocation, session: str | None, tenant: str | None) -> UsageReport:
         """The ledger's lines, up to date. `tenant` None: the session's."""
         await self._housekeeper.look_around()
+        await self._housekeeper.write_ledger()
         if tenant is None:
             record = self._records.sessions.get(session or "") or self._records.ended.get(session or "")
             tenant = record.saves.tenant if record is not None else ""
@@ -254,14 +255,12 @@ class SessionManager(RegistryDesk):
 
     async def _weights(self, uri: StoredUri) -> tuple[str, AdapterWeights]:
         """The base model and the adapter of a live or a saved version."""
-        from raysessions.registry import Registry  # brings pyarrow, which a driver that imports this room does not need
-
         live = await self.find_live(uri)
         if live is not None:
             pool, _ = live
             base_model, (weights,) = await answer(pool.weights.remote(uri), if_dead=START_INTERRUPTED)
             return base_model, await weights
-        info, adapter = await asyncio.to_thread(lambda: read_adapter(Registry(uri.location), uri.uri))
+        info, adapter = await asyncio.to_thread(lambda: read_adapter(uri.location.open_registry(), uri.uri))
         return info.base_model, adapter
 
     async def _or_stop(self, record: SessionRecord, ref: ray.ObjectRef) -> Any:

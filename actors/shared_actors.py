@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import logging
 import secrets
 from typing import Any
 
@@ -15,9 +15,11 @@ from raysessions.actors.sampling_pool import SamplingPool
 from raysessions.actors.session_vault import SessionVault
 from raysessions.adapter_weights import AdapterWeights
 from raysessions.config import SamplingConfig
-from raysessions.errors import SessionError, SessionStoppedError
+from raysessions.errors import SessionStoppedError
 from raysessions.operations import SessionRequest
 from raysessions.storage_location import StoredUri
+
+log = logging.getLogger("raysessions")
 
 STOP_S = {"host": 120.0, "pool": 20.0}
 """How long an actor may take to end before it is killed. A host has freed its ranks then, and waits for what is being saved."""
@@ -85,10 +87,11 @@ async def _release(table: dict[str, SharedActor], key: str | None, session_id: s
     shared.users.discard(session_id)
     if not shared.users:
         del table[key]
-    # One that hangs or is gone already is killed below, or with its last session.
-    with contextlib.suppress(TimeoutError, SessionError):
+    try:
         actor = shared.actor
         call = actor.stop.options(max_task_retries=0).remote() if not shared.users else getattr(actor, leave).remote(session_id)
         await asyncio.wait_for(answer(call, if_dead=SessionStoppedError("It is gone.")), stop_s)
+    except Exception as error:  # it hangs, is gone already or fails: it is killed now, or with its last session
+        log.warning("raysessions: %s did not let session %s go cleanly: %s", shared.name, session_id, error)
     if not shared.users:
         shared.kill()

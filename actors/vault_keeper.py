@@ -29,6 +29,7 @@ class VaultKeeper:
         """`keep_again`: called when the vault has lost everything; copies all sessions anew."""
         self._vault = vault
         self._keep_again = keep_again
+        self._has_other_nodes = False
         self._own: dict[str, list[RankState]] = {}
         """Copies on this node too, where there are several: a node takes its ranks and the vault on it along."""
         self._watch: asyncio.Task[None] | None = None
@@ -38,7 +39,9 @@ class VaultKeeper:
         return self._vault is not None
 
     def start(self) -> None:
+        """Once the ranks have their places."""
         if self._vault is not None:
+            self._has_other_nodes = sum(node["Alive"] for node in ray.nodes()) > 1
             self._watch = asyncio.create_task(self._watch_vault(self._vault))
 
     async def keep(
@@ -55,7 +58,7 @@ class VaultKeeper:
             return False
         try:
             await answer(self._vault.keep.remote(request, seq_id, tuple(parts), op, response), if_dead=VAULT_DIED)
-            if _num_nodes() > 1:
+            if self._has_other_nodes:
                 self._own[request.session_id] = [await part for part in parts]
         except (RaySessionsError, RayError) as error:  # a rank died before it had answered, or the vault itself
             log.info("raysessions: no copy of session %s as of operation %d: %s", request.session_id, seq_id, error)
@@ -105,7 +108,3 @@ class VaultKeeper:
             except RayActorError:
                 await asyncio.sleep(0.1)  # Ray starts it again
                 self._keep_again()
-
-
-def _num_nodes() -> int:
-    return sum(node["Alive"] for node in ray.nodes())

@@ -46,7 +46,7 @@ class CheckpointCatalogue:
         self._ask("delete_checkpoint", VersionUri.parse(path))
 
     def set_checkpoint_ttl(self, path: str, ttl_seconds: float | None) -> None:
-        """Has the version deleted `ttl_seconds` from now; None: never."""
+        """Ends the version `ttl_seconds` from now, None: never. Its files go when the next session of the group starts."""
         self._ask("set_checkpoint_ttl", VersionUri.parse(path), ttl_seconds)
 
     def export_checkpoint(self, path: str, folder: str | Path) -> Path:

@@ -45,9 +45,6 @@ class Ledger:
                 entries.append(SessionUsage(name, tenant, content["base_model"], usage))
         return entries
 
-    def tenants(self) -> list[str]:
-        return sorted(found.base_name for found in self._storage.list(FOLDER))
-
     def _read(self, path: str) -> dict[str, Any] | None:
         try:
             return json.loads(bytes(self._storage.read(path)))

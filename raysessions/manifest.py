@@ -75,13 +75,17 @@ class Manifest:
         }
 
 
-def expiry(ttl_seconds: float | None) -> float | None:
-    """When what lives `ttl_seconds` from now ends. Raises `ConfigError` unless that is in the future."""
-    if ttl_seconds is None:
-        return None
-    if not ttl_seconds > 0:
+def checked_ttl(ttl_seconds: float | None) -> float | None:
+    """A time to live; None: for ever. Raises `ConfigError` unless it is above 0."""
+    if ttl_seconds is not None and not ttl_seconds > 0:
         raise ConfigError(f"ttl_seconds is {ttl_seconds!r}: give seconds above 0, or None to keep it.")
-    return time.time() + ttl_seconds
+    return ttl_seconds
+
+
+def expiry(ttl_seconds: float | None) -> float | None:
+    """When what lives `ttl_seconds` from now ends."""
+    ttl_seconds = checked_ttl(ttl_seconds)
+    return None if ttl_seconds is None else time.time() + ttl_seconds
 
 
 def _sign(key: EncryptionKey, content: Mapping[str, Any]) -> str:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from raysessions.encryption import EncryptionKey
 from raysessions.uris import VersionUri
+
+if TYPE_CHECKING:
+    from raysessions.ledger import Ledger
+    from raysessions.registry import Registry
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +28,16 @@ class StorageLocation:
         """Equal for equal locations."""
         options = sorted((name, repr(value)) for name, value in self.options.items())
         return repr((self.output_uri, options, self.key and self.key.key_id))
+
+    def open_registry(self) -> Registry:
+        from raysessions.registry import Registry  # brings pyarrow: here, and not when a driver imports this
+
+        return Registry(self)
+
+    def open_ledger(self) -> Ledger:
+        from raysessions.ledger import Ledger  # brings pyarrow
+
+        return Ledger(self)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

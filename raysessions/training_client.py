@@ -18,6 +18,7 @@ from raysessions.future import APIFuture
 from raysessions.lease_renewal import renew_while_alive
 from raysessions.loss_op import loss_op, pickled_function
 from raysessions.losses import LossSpec, get_loss, resolve_config
+from raysessions.manifest import checked_ttl
 from raysessions.operations import LoadStateOp, Loss, LossOp, Operation, OptimStepOp, SaveForSamplerOp, SaveStateOp
 from raysessions.progress import wait_with_progress
 from raysessions.responses import (
@@ -128,7 +129,7 @@ class TrainingClient:
                 itself (`export_checkpoint`). The future then waits until it is written.
             ttl_seconds: delete it from the registry after so long.
         """
-        return self._save_for_sampler(SaveForSamplerOp(_checked(name), False, merge_weights, _positive(ttl_seconds)))
+        return self._save_for_sampler(SaveForSamplerOp(_checked(name), False, merge_weights, checked_ttl(ttl_seconds)))
 
     def save_weights_and_get_sampling_client(self, name: str | None = None) -> SamplingClient:
         """Saves and returns a client pinned to the new version. Blocks until every replica has it.
@@ -155,7 +156,7 @@ class TrainingClient:
             ttl_seconds: delete it after so long.
             user_metadata: goes with it, besides the session's.
         """
-        return self._submit(SaveStateOp(_checked(name), _positive(ttl_seconds), overwrite, dict(user_metadata or {})))
+        return self._submit(SaveStateOp(_checked(name), checked_ttl(ttl_seconds), overwrite, dict(user_metadata or {})))
 
     def load_state(self, path: str) -> APIFuture[LoadStateResponse]:
         """Takes the weights of a version, with a fresh optimizer and no gradient. The future raises `CheckpointMismatchError`
@@ -272,9 +273,3 @@ def _checked(name: str) -> str:
     if not isinstance(name, str) or not name:
         raise ConfigError(f"What is saved needs a name, not {name!r}.")
     return name
-
-
-def _positive(ttl_seconds: float | None) -> float | None:
-    if ttl_seconds is not None and not ttl_seconds > 0:
-        raise ConfigError(f"ttl_seconds is {ttl_seconds!r}: give seconds above 0, or None to keep it.")
-    return ttl_seconds

@@ -111,3 +111,17 @@ def training_by_replicas(owner_by_replicas, tiny_model: Path):  # type: ignore[n
     """A fresh session like `training`."""
     with owner_by_replicas.create_lora_training_client(str(tiny_model), rank=8, seed=0) as training:
         yield training
+
+
+@pytest.fixture
+def create(service, resident, tiny_model: Path):  # type: ignore[no-untyped-def]
+    """Creates sessions on the resident host, or another if the arguments say so; stops them afterwards."""
+    created = []
+
+    def create(base_model: str = str(tiny_model), **arguments):
+        created.append(service.create_lora_training_client(base_model, **arguments))
+        return created[-1]
+
+    yield create
+    for training in created:
+        training.stop()

@@ -209,3 +209,16 @@ def test_an_unknown_or_closed_session_takes_no_operation():
         assert await is_empty(queue)
 
     run(scenario())
+
+
+def test_a_session_may_be_closed_twice():
+    """A host that stops closes all its sessions, also one that is just being closed."""
+
+    async def main() -> None:
+        queue = queue_of("a", "b")
+        queue.close("a")
+        queue.close("a")
+        assert "a" not in queue
+        assert "b" in queue
+
+    run(main())

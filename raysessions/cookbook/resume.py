@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from raysessions import ServiceClient, TrainingClient
-from raysessions.responses import CheckpointInfo
 
 Row = dict[str, float]
 """What a step reports, by name."""
@@ -29,6 +28,8 @@ class ResumableRun:
         self._service = service
         self._name = name
         self._metrics = Path(metrics)
+        self._saved: str | None = None
+        """The version of the last step."""
         self.rows: list[Row] = []
         """Of the steps that are done."""
 
@@ -38,11 +39,11 @@ class ResumableRun:
 
     def open(self, create: Callable[[], TrainingClient]) -> TrainingClient:
         """The run's session as of its last step, or a new one from `create`."""
-        last = self._last()
+        last = None if self._name is None else self._service.get_latest_checkpoint("state", self._name)
         if last is None:
             training = create()
         else:
-            self.rows = json.loads(last.user_metadata["rows"])
+            self._saved, self.rows = last.path, json.loads(last.user_metadata["rows"])
             training = self._service.create_training_client_from_state_with_optimizer(last.path)
         self._write()
         return training
@@ -51,14 +52,14 @@ class ResumableRun:
         """The step is done, and will not be done again once this has returned."""
         self.rows.append(row)
         if self._name is not None:
-            before = self._last()
-            training.save_state(f"step-{len(self.rows) - 1}", user_metadata={"rows": json.dumps(self.rows)}).result()
+            metadata = {"rows": json.dumps(self.rows)}
+            before, self._saved = (
+                self._saved,
+                training.save_state(f"step-{len(self.rows) - 1}", user_metadata=metadata).result().path,
+            )
             if before is not None:
-                self._service.delete_checkpoint(before.path)
+                self._service.delete_checkpoint(before)
         self._write()
-
-    def _last(self) -> CheckpointInfo | None:
-        return None if self._name is None else self._service.get_latest_checkpoint("state", self._name)
 
     def _write(self) -> None:
         """Whole and at once, so that no row is there twice or half."""
