@@ -43,13 +43,15 @@ STRAGGLER_S = 60.0
 class TrainingGroup:
     """N ranks that get the same calls in the same order."""
 
-    def __init__(self, placed: Placed) -> None:
+    def __init__(self, placed: Placed, operation_timeout_s: float) -> None:
         self._placed = placed
         self._ranks = placed.actors
+        self._operation_timeout_s = operation_timeout_s
 
     @classmethod
     async def place(cls, base_model: str, config: TrainingConfig) -> TrainingGroup:
-        return cls(await place_engine_actors(TrainingActor, base_model, config, config=config, count=config.num_workers))
+        placed = await place_engine_actors(TrainingActor, base_model, config, config=config, count=config.num_workers)
+        return cls(placed, config.operation_timeout_s)
 
     async def load(self) -> ModelFacts:
         addresses = await self._together([rank.address.remote() for rank in self._ranks])
@@ -96,16 +98,22 @@ class TrainingGroup:
         self._placed.end()
 
     def _together(self, refs: Sequence[ray.ObjectRef]) -> Awaitable[list[Any]]:
-        """The ranks' answers. Raises the first error, when all have answered; when one is gone, ends the others too."""
+        """The ranks' answers. Raises the first error, when all have answered; when one is gone or hangs, ends the others too."""
         calls = [asyncio.ensure_future(answer(ref, if_dead=RANK_DIED)) for ref in refs]
 
         async def wait() -> list[Any]:
-            _, pending = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
-            if pending and not any(_is_death(_error(call)) for call in calls):
+            done, pending = await asyncio.wait(calls, timeout=self._operation_timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+            has_failed = any(_error(call) for call in done)
+            if pending and has_failed and not any(_is_death(_error(call)) for call in done):
                 _, pending = await asyncio.wait(pending, timeout=STRAGGLER_S)
             if pending:
                 self.stop()
                 await asyncio.wait(pending)
+                if not has_failed:
+                    raise RankDiedError(
+                        f"A training rank did not answer within {self._operation_timeout_s:g} s "
+                        "(TrainingConfig.operation_timeout_s)."
+                    )
             errors = [error for call in calls if (error := _error(call)) is not None]
             errors.sort(key=lambda error: isinstance(error, PeerFailedError))
             if errors:

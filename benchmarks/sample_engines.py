@@ -182,13 +182,14 @@ def _start_vllm(engine: str) -> Any:
     import vllm
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from raysessions.actors.engines.vllm import engine_arguments
+    from raysessions.actors.engines.vllm_start import engine_arguments, start
 
     arguments = engine_arguments(local_folder(BASE_MODEL), SAMPLING)
-    if engine != "bare":
-        os.environ["VLLM_PLUGINS"] = "none"
-        arguments.pop("worker_extension_cls")
-        arguments.pop("ir_op_priority")
+    if engine == "bare":
+        return start(arguments)
+    os.environ["VLLM_PLUGINS"] = "none"
+    for ours in ("worker_extension_cls", "ir_op_priority", "distributed_executor_backend"):
+        arguments.pop(ours)
     if engine == "defaults":
         os.environ.pop("VLLM_CPU_OMP_THREADS_BIND")
         arguments = {key: arguments[key] for key in ("model", "dtype", "kv_cache_memory_bytes")}

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+import warnings
 
 import numpy as np
 import ray
@@ -28,6 +29,9 @@ def main() -> None:
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
     second = cluster.add_node(num_cpus=4)
     ray.init(address=cluster.address, log_to_driver=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        rs.ServiceClient().close()
     with (
         tempfile.TemporaryDirectory() as folder,
         rs.ServiceClient(training=training_config, sampling=sampling_config, output_uri=folder) as service,
@@ -49,6 +53,10 @@ def main() -> None:
         "two_nodes",
         {"losses": losses, "losses_undisturbed": expected},
         {
+            "warnings that the other node cannot read the default output_uri": (
+                sum("output_uri" in str(warning.message) for warning in caught),
+                1,
+            ),
             "nodes with ranks": (spread[0], 2),
             "nodes with replicas": (spread[1], 2),
             "samples that are not as before": (sum(tokens != before for tokens in after), -0.0),
@@ -58,7 +66,8 @@ def main() -> None:
 
 
 def step(training: rs.TrainingClient, number: int) -> float:
-    output = training.forward_backward(random_data([20, 7, 50, 30 + number]))
+    vocab_size = training.get_info().vocab_size
+    output = training.forward_backward(random_data([20, 7, 50, 30 + number], vocab_size))
     training.optim_step(rs.AdamParams(learning_rate=1e-3))
     return output.result(timeout=300).loss
 

@@ -80,6 +80,16 @@ def test_a_run_whose_ranks_are_killed_in_mid_step_equals_an_undisturbed_one(open
     assert len(ranks() - before) == 1
 
 
+def test_ranks_that_hang_are_replaced_too(open_session, undisturbed):
+    training, before = open_session(operation_timeout_s=15)
+    (rank,) = ranks() - before
+    first = training.forward_backward(supervised(LONG)).result().loss
+    os.kill(rank, signal.SIGSTOP)
+    second = training.forward_backward(supervised((30, 3), seed=1)).result(timeout=120).loss
+    assert [first, second] == undisturbed[:2]
+    wait_for(lambda: rank not in ranks(), 10)
+
+
 def test_a_killed_rank_of_two_is_replaced_with_the_other(open_session, undisturbed):
     training, before = open_session(num_workers=2, zero_stage=2, snapshot_every=3)
     assert run(training, kill_in=(1,), before=before, lengths=LONG) == pytest.approx(undisturbed, rel=1e-5)

@@ -22,7 +22,7 @@ FREE = rs.SamplingParams(max_tokens=20, stop=[])
 @pytest.fixture(scope="module")
 def small(service, resident, tiny_model):
     """A sampler of one replica with a short queue and little time."""
-    update = {"num_replicas": 1, "max_queued_requests": 20, "request_timeout_s": 3.0, "actor_options": NO_CPU}
+    update = {"num_replicas": 1, "max_queued_requests": 20, "request_timeout_s": 10.0, "actor_options": NO_CPU}
     return service.create_sampling_client(base_model=str(tiny_model), sampling=POOL.model_copy(update=update))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -14,27 +13,21 @@ import psutil
 import vllm
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from raysessions.actors.engines import cpu_kernels, vllm_plugin
 from raysessions.actors.engines.adapter_files import AdapterFiles
 from raysessions.actors.engines.merged_weights import write_merged
 from raysessions.actors.engines.process_activity import active_seconds, is_stopped
+from raysessions.actors.engines.vllm_start import WHOLE_NODE, engine_arguments, start
 from raysessions.actors.protocol import CoreShare, ModelFacts, ReplicaFailedError
 from raysessions.adapter_weights import AdapterWeights
 from raysessions.config import SamplingConfig
-from raysessions.errors import PlacementError
-from raysessions.models import context_length
 from raysessions.operations import SampleRequest
 from raysessions.types import SampledSequence, SampleResponse, SamplingParams
 
-GIB = 1024**3
 MIN_ACTIVE = 0.5
 """Share of the time that an engine on CPU which does not answer must have computed, or waited for a core, not to be stuck.
 Looking for messages takes a few hundredths."""
-DEFAULT_KV_CACHE_GIB = 2.0
-WHOLE_NODE = CoreShare(0, 1)
 
 
 class VllmEngine:
@@ -48,8 +41,7 @@ class VllmEngine:
             if merged is not None:
                 base, folder = folder, Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="raysessions-merged-")))
                 write_merged(base, merged, folder)
-            arguments = engine_arguments(folder, config, share, with_adapters=merged is None)
-            self._engine = AsyncLLM.from_engine_args(vllm.AsyncEngineArgs(**arguments))
+            self._engine = start(engine_arguments(folder, config, share, with_adapters=merged is None))
         model = self._engine.model_config
         self.facts = ModelFacts(model.get_vocab_size(), model.max_model_len, str(model.dtype).removeprefix("torch."))
         self._can_sleep = config.sleep and not vllm.platforms.current_platform.is_cpu()
@@ -153,91 +145,6 @@ class VllmEngine:
 
 def _failed(error: EngineDeadError) -> ReplicaFailedError:
     return ReplicaFailedError(f"vLLM's engine has ended: {error}")
-
-
-def engine_arguments(
-    folder: Path, config: SamplingConfig, share: CoreShare = WHOLE_NODE, *, with_adapters: bool = True
-) -> dict[str, Any]:
-    """vLLM's arguments for `config` on this node. Raises `PlacementError` when the node lacks the memory."""
-    arguments: dict[str, Any] = {
-        "model": str(folder),
-        "dtype": config.dtype_for(folder),
-        "tensor_parallel_size": config.tensor_parallel_size,
-        "max_num_seqs": config.max_num_seqs,
-        "max_model_len": config.max_model_len,
-        "enable_prefix_caching": True,
-        "worker_extension_cls": "raysessions.actors.engines.vllm_worker.AdapterWorker",
-        "disable_log_stats": True,
-    }
-    if with_adapters:
-        arguments |= {
-            "enable_lora": True,
-            "max_loras": config.max_loras,
-            "max_lora_rank": config.max_lora_rank,
-            "max_cpu_loras": config.max_resident_loras,
-        }
-    if vllm.platforms.current_platform.is_cpu():
-        kv_cache_bytes = int((config.kv_cache_gib or DEFAULT_KV_CACHE_GIB) * GIB)
-        _check_memory(folder, kv_cache_bytes)
-        arguments |= {
-            "kv_cache_memory_bytes": kv_cache_bytes,
-            "enforce_eager": True,
-            # vLLM's 128 shares no prompt below 128 tokens between the samples of a group: 32 takes a GRPO step's sampling
-            # from 2.2 to 1.5 s, for 9 % less decoding speed.
-            "block_size": 32,
-            # A prompt split over two steps makes vLLM 0.32 rewind a seeded request's generator, which a CPU generator
-            # cannot do: the engine dies ("CPU Generator does not use offset").
-            "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(2048, config.max_model_len or context_length(folder)),
-        }
-        if vllm_plugin.is_installed():
-            arguments["ir_op_priority"] = cpu_kernels.IR_OP_PRIORITY
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = _cores(config.num_threads, share, config.tensor_parallel_size)
-    else:
-        arguments["enable_sleep_mode"] = config.sleep
-        if config.gpu_memory_utilization is not None:
-            _check_gpu_memory(config.gpu_memory_utilization)
-            arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
-    return arguments | config.engine_kwargs
-
-
-def _check_memory(folder: Path, kv_cache_bytes: int) -> None:
-    weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    needed, free = weights + kv_cache_bytes + GIB, psutil.virtual_memory().available
-    if needed > free:
-        raise PlacementError(
-            f"The sampler needs about {needed / GIB:.1f} GiB (weights {weights / GIB:.1f}, KV cache "
-            f"{kv_cache_bytes / GIB:.1f}, vLLM 1.0); this node has {free / GIB:.1f} GiB free. "
-            "Lower SamplingConfig.kv_cache_gib, or free memory."
-        )
-
-
-def _check_gpu_memory(utilization: float) -> None:
-    """Asks the driver, not torch, which would keep memory on the GPU for this process."""
-    from vllm.third_party import pynvml
-
-    pynvml.nvmlInit()
-    device = vllm.platforms.current_platform.device_id_to_physical_device_id(0)
-    memory = pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(device))
-    needed, free = utilization * memory.total, memory.free
-    if needed > free:
-        raise PlacementError(
-            f"SamplingConfig.gpu_memory_utilization={utilization:g} takes {needed / GIB:.1f} of the GPU's "
-            f"{memory.total / GIB:.1f} GiB, and {free / GIB:.1f} are free. Lower it to at most {free / memory.total:.2f}, or "
-            "give the sampler another GPU."
-        )
-
-
-def _cores(num_threads: int | None, share: CoreShare, num_processes: int) -> str:
-    """The cores to bind to, as vLLM wants them named: a list for each of its worker processes. Unbound, one keeps to one
-    thread."""
-    cores = sorted(os.sched_getaffinity(0))
-    count = num_threads or max(1, len(cores) // share.count)
-    first = share.index * count
-    own = [cores[(first + i) % len(cores)] for i in range(min(count, len(cores)))]
-    per_process = max(1, len(own) // num_processes)
-    starts = [i * per_process % len(own) for i in range(num_processes)]
-    return "|".join(",".join(map(str, own[start : start + per_process])) for start in starts)
 
 
 def _split_stop(params: SamplingParams) -> tuple[list[str], list[int]]:
