@@ -98,7 +98,7 @@ class TrainingGroup:
         self._placed.end()
 
     def _together(self, refs: Sequence[ray.ObjectRef]) -> Awaitable[list[Any]]:
-        """The ranks' answers. Raises the first error, when all have answered; when one is gone or hangs, ends the others too."""
+        """The ranks' answers. Raises the first error, when all have answered; when one is gone or hangs, ends all."""
         calls = [asyncio.ensure_future(answer(ref, if_dead=RANK_DIED)) for ref in refs]
 
         async def wait() -> list[Any]:

@@ -51,8 +51,8 @@ def assert_all_right(futures: list[tuple[int, rs.APIFuture]]) -> None:  # type: 
 
 
 def engine_of(replica: psutil.Process) -> psutil.Process:
-    """The process that vLLM schedules in; its worker is a child of it."""
-    return next(child for child in replica.children() if child.children())
+    """vLLM's process, which not every system names so. The others of the replica's only look after what it leaves."""
+    return max(replica.children(), key=lambda child: child.memory_info().rss)
 
 
 def assert_gone(processes: list[psutil.Process], within_s: float) -> None:
@@ -83,7 +83,7 @@ def _shared_memory() -> int:
 def test_a_dead_engine_is_replaced_and_its_requests_answered(training, samplers, replica):
     engine = engine_of(replica)
     futures = send(samplers, 20, 200)
-    engine.children()[0].send_signal(signal.SIGKILL)
+    engine.send_signal(signal.SIGKILL)
     wait_for(lambda: len(status(training).replicas) == 1, NOTICED_WITHIN_S)
     assert_all_right(futures)
     assert_gone([replica, engine], within_s=10)

@@ -193,10 +193,12 @@ def _is_live(training: rs.TrainingClient, path: str) -> bool:
 
 
 def _replica_memory() -> int:
-    """Bytes resident in vLLM's worker processes of this test session."""
+    """Bytes resident in vLLM's processes of this test session."""
     import psutil
 
-    return sum(p.memory_info().rss for p in psutil.process_iter(["name"]) if "VLLM::Worker" in (p.info["name"] or ""))
+    engines = [process for process in psutil.Process().children(recursive=True) if "VLLM::" in process.name()]
+    assert engines
+    return sum(process.memory_info().rss for process in engines)
 
 
 def _adapter_folders() -> int:
