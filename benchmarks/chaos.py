@@ -20,7 +20,7 @@ import raysessions as rs
 
 BASE_MODEL = "smollm2-135m-instruct"
 ACTORS = ("TrainingActor", "SamplingActor", "ModelHost", "SamplingPool", "SessionManager", "SessionVault", "DriverAnchor")
-PROMPTS, GROUP, NEW_TOKENS = 6, 4, 14
+PROMPTS, GROUP, NEW_TOKENS = 4, 4, 12
 
 
 def main() -> None:

@@ -99,6 +99,12 @@ def test_training_max_recoveries(create):
         rs.TrainingConfig(max_recoveries=-1)
 
 
+def test_training_operation_timeout_s():
+    """What it is for is shown in test_recovery.py."""
+    with pytest.raises(rs.ConfigError, match="operation_timeout_s"):
+        rs.TrainingConfig(operation_timeout_s=0)
+
+
 def test_training_max_tokens_per_micro_batch(create):
     """The number of micro-batches shows in a metric that every one of them adds 1 to."""
     rs.register_loss(rs.LossSpec("count", inputs=("weights",)), lambda lp, inputs, config: (-lp, {"micro_batches:sum": 1}))
