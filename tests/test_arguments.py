@@ -7,10 +7,12 @@ import time
 
 import pytest
 import ray
-from arguments import DATA, config_of, names_of, stepped
+from arguments import DATA, config_of, logprobs, names_of, stepped
 from datums import group
 
 import raysessions as rs
+
+MEMORY = 50 * 2**20
 
 
 def test_every_argument_of_every_verb_has_a_test_here():
@@ -27,22 +29,6 @@ def test_training_dtype(create):
         config_of(dtype="int4")
 
 
-def test_training_num_threads(create, tiny_model):
-    training = create(training=config_of(num_threads=1, max_tokens_per_micro_batch=501))
-
-    def count(logprobs_T, inputs, config):
-        import torch
-
-        return -logprobs_T, {"threads:max": torch.get_num_threads()}
-
-    rs.register_loss(rs.LossSpec("count_threads", inputs=("weights",)), count)
-    try:
-        assert training.forward(DATA, "count_threads").result().metrics["threads:max"] == 1
-    finally:
-        rs.losses.LOSSES.pop("count_threads")
-        rs.losses.FUNCTIONS.pop("count_threads")
-
-
 def test_training_placement_timeout_s(create):
     started = time.perf_counter()
     with pytest.raises(rs.PlacementError, match="within 1 s"):
@@ -50,12 +36,63 @@ def test_training_placement_timeout_s(create):
     assert time.perf_counter() - started < 10
 
 
-def test_training_actor_options(create):
+@pytest.fixture(scope="module")
+def unusual(service, resident, tiny_model):
+    """A session whose settings each show in a test of its own, and how much of Ray's memory its ranks took."""
+    config = config_of(
+        num_threads=1,
+        max_tokens_per_micro_batch=50,
+        gradient_checkpointing=True,
+        snapshot_every=2,
+        actor_options={"num_cpus": 0, "memory": MEMORY},
+    )
     before = ray.available_resources()["memory"]
-    create(training=config_of(actor_options={"num_cpus": 0, "memory": 50 * 2**20}))
-    assert ray.available_resources()["memory"] == pytest.approx(before - 50 * 2**20)
+    with service.create_lora_training_client(str(tiny_model), rank=8, seed=0, training=config) as training:
+        yield training, before - ray.available_resources()["memory"]
+
+
+@pytest.fixture
+def told(unusual) -> dict[str, float]:
+    """Metrics of a loss that looks around where it is computed."""
+
+    def look(logprobs_T, inputs, config):
+        import torch
+
+        return -logprobs_T, {"threads:max": torch.get_num_threads(), "micro_batches:sum": 1}
+
+    rs.register_loss(rs.LossSpec("look_around", inputs=("weights",)), look)
+    try:
+        return unusual[0].forward(DATA, "look_around").result().metrics
+    finally:
+        rs.losses.LOSSES.pop("look_around")
+        rs.losses.FUNCTIONS.pop("look_around")
+
+
+def test_training_num_threads(told):
+    assert told["threads:max"] == 1
+
+
+def test_training_max_tokens_per_micro_batch(told):
+    """Lengths of 6, 9 and 40 tokens are two micro-batches of 50."""
+    assert told["micro_batches:sum"] == 2
+
+
+def test_training_actor_options(unusual):
+    assert unusual[1] == pytest.approx(MEMORY)
     with pytest.raises(rs.ConfigError, match="unknown actor_options"):
         config_of(actor_options={"num_cpu": 1})
+
+
+def test_training_gradient_checkpointing(unusual, create):
+    """What it saves is shown in test_training_arithmetic.py."""
+    assert stepped(unusual[0]) == pytest.approx(stepped(create(rank=8, seed=0)), abs=1e-4)
+
+
+def test_training_snapshot_every(unusual):
+    """What it is for is shown in test_recovery.py."""
+    assert len(logprobs(unusual[0])) == sum(datum.model_input.length for datum in DATA)
+    with pytest.raises(rs.ConfigError, match="snapshot_every"):
+        rs.TrainingConfig(snapshot_every=0)
 
 
 def test_training_num_workers__with_fewer_datums_than_ranks(create):
@@ -78,19 +115,6 @@ def test_training_offload_param(create):
         create(training=config_of(offload_param=True, zero_stage=3))
 
 
-def test_training_gradient_checkpointing(create):
-    training = create(seed=0, training=config_of(gradient_checkpointing=True))
-    assert stepped(training) == pytest.approx(stepped(create(seed=0)), abs=1e-4)
-
-
-def test_training_snapshot_every(create):
-    """What it is for is shown in test_recovery.py."""
-    ours = create(seed=0, training=config_of(snapshot_every=2))
-    assert stepped(ours) == pytest.approx(stepped(create(seed=0)), rel=1e-4)
-    with pytest.raises(rs.ConfigError, match="snapshot_every"):
-        rs.TrainingConfig(snapshot_every=0)
-
-
 def test_training_max_recoveries(create):
     """What it is for is shown in test_recovery.py."""
     ours = create(seed=0, training=config_of(max_recoveries=0))
@@ -103,18 +127,6 @@ def test_training_operation_timeout_s():
     """What it is for is shown in test_recovery.py."""
     with pytest.raises(rs.ConfigError, match="operation_timeout_s"):
         rs.TrainingConfig(operation_timeout_s=0)
-
-
-def test_training_max_tokens_per_micro_batch(create):
-    """The number of micro-batches shows in a metric that every one of them adds 1 to."""
-    rs.register_loss(rs.LossSpec("count", inputs=("weights",)), lambda lp, inputs, config: (-lp, {"micro_batches:sum": 1}))
-    try:
-        for budget, expected in ((50, 2), (500, 1)):
-            training = create(training=config_of(max_tokens_per_micro_batch=budget))
-            assert training.forward(DATA, "count").result().metrics["micro_batches:sum"] == expected
-    finally:
-        rs.losses.LOSSES.pop("count")
-        rs.losses.FUNCTIONS.pop("count")
 
 
 def _arrives(create, **adam: float) -> bool:
