@@ -15,7 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+import ray
+from waiting import wait_for
 
+STARTED_WITHIN_S = 60
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 
 
@@ -32,6 +35,11 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def node_ip() -> str:
+    """The address by which Ray's processes on this machine know each other."""
+    return ray.util.get_node_ip_address()
 
 
 @contextlib.contextmanager
@@ -52,18 +60,16 @@ def ray_started(num_cpus: int = 4, **environment: str) -> Iterator[StartedCluste
         command = [
             *RAY, "start", "--head", "--block", f"--port={port}", f"--num-cpus={num_cpus}", f"--temp-dir={folder}",
             f"--dashboard-port={dashboard}", "--include-dashboard=true", "--disable-usage-stats",
-            "--node-ip-address=127.0.0.1",
+            # Its default is one port for all of a machine's nodes, and a job agent that finds it taken takes no jobs.
+            f"--dashboard-agent-listen-port={free_port()}",
         ]  # fmt: skip
-        started = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        said = Path(folder) / "said"
+        with said.open("w") as output:
+            started = subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT)
         try:
-            assert started.stdout is not None
-            said = []
-            for line in started.stdout:
-                said.append(line)
-                if "--block" in line or "To terminate" in line:
-                    break
-            assert started.poll() is None, "".join(said)
-            yield StartedCluster(f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}", env)
+            wait_for(lambda: "--block" in said.read_text() or started.poll() is not None, STARTED_WITHIN_S)
+            assert started.poll() is None, said.read_text()
+            yield StartedCluster(f"{node_ip()}:{port}", f"http://127.0.0.1:{dashboard}", env)
         finally:
             processes = [*psutil.Process(started.pid).children(recursive=True), psutil.Process(started.pid)]
             for process in processes:

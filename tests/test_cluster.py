@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from clusters import RAY, StartedCluster, ray_started
+from clusters import RAY, StartedCluster, node_ip, ray_started
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -81,7 +81,7 @@ def tls_environment(tmp_path_factory) -> dict[str, str]:
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "raysessions tests")])
     now = datetime.datetime.now(datetime.UTC)
-    local = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
+    local = [x509.IPAddress(ipaddress.ip_address(address)) for address in ("127.0.0.1", node_ip())]
     certificate = (
         x509.CertificateBuilder()
         .subject_name(name)

@@ -32,7 +32,7 @@ MATHS = sorted((ACTORS / "maths").rglob("*.py"))
 SOURCES = WORDS + CLIENTS + COOKBOOK + HOSTING + ENGINES + MATHS
 VLLM_FILES = [
     ACTORS / "engines" / f"{name}.py"
-    for name in ("vllm", "vllm_plugin", "vllm_worker", "grouped_lora", "cpu_kernels", "cpu_sampler")
+    for name in ("vllm", "vllm_start", "vllm_plugin", "vllm_worker", "grouped_lora", "cpu_kernels", "cpu_sampler")
 ]
 
 FRAMEWORKS = ("torch", "vllm", "deepspeed", "peft")
