@@ -39,6 +39,7 @@ class Housekeeper:
         """Of each session, by count: those of processes that died too."""
         self._unwritten: set[str] = set()
         """Sessions whose totals the ledger has not."""
+        self._writing = asyncio.Lock()
 
     async def run(self) -> None:
         written_at = time.monotonic()
@@ -72,6 +73,10 @@ class Housekeeper:
 
     async def write_ledger(self) -> None:
         """What has changed. A storage that fails is tried again the next time."""
+        async with self._writing:  # a file is read, added to and written
+            await self._write_ledger()
+
+    async def _write_ledger(self) -> None:
         for session_id in list(self._unwritten):
             record = self._records.sessions.get(session_id) or self._records.ended.get(session_id)
             if record is not None:

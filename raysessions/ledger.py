@@ -35,7 +35,11 @@ class Ledger:
         names = (
             [session]
             if session
-            else [found.base_name.removesuffix(".json") for found in self._storage.list(f"{FOLDER}/{tenant}")]
+            else [
+                found.base_name.removesuffix(".json")
+                for found in self._storage.list(f"{FOLDER}/{tenant}")
+                if found.base_name.endswith(".json")
+            ]
         )
         entries = []
         for name in sorted(names):

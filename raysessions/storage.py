@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import getpass
-import os
+import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ class Storage:
             if not self._renames:  # an object store shows an object when its upload is complete
                 self._write(self._full(path), chunks)
                 return
-            temporary = f"{self._full(path)}.{os.getpid()}.tmp"
+            temporary = f"{self._full(path)}.{secrets.token_hex(8)}.tmp"  # threads may write the same file
             try:
                 self._write(temporary, chunks)
                 self._filesystem.move(temporary, self._full(path))
@@ -72,8 +72,14 @@ class Storage:
         with self._told(folder):
             for _ in range(LIST_ATTEMPTS - 1):
                 with contextlib.suppress(NotADirectoryError):  # what pyarrow says of fsspec's when it is made at this moment
-                    return iter(self._filesystem.get_file_info(selector))
+                    return self._listed(selector)
+            return self._listed(selector)
+
+    def _listed(self, selector: fs.FileSelector) -> Iterator[fs.FileInfo]:
+        try:
             return iter(self._filesystem.get_file_info(selector))
+        except FileNotFoundError:  # s3fs, when the last file in it has gone at this moment
+            return iter(())
 
     def delete(self, path: str) -> None:
         """One file; safe to call again."""

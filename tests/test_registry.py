@@ -23,6 +23,7 @@ from raysessions.config import LoraConfig
 from raysessions.encryption import EncryptionKey
 from raysessions.registry import MANIFEST, VERSIONS, Registry
 from raysessions.saved_adapter import read_adapter
+from raysessions.storage import Storage
 from raysessions.storage_location import StorageLocation
 from raysessions.uris import VersionUri
 
@@ -221,6 +222,24 @@ def test_a_writer_killed_at_any_moment_leaves_no_version_that_is_listed_and_not_
         for uri in listed:
             read_adapter(registry, uri)
         assert write(registry).version > max((uri.version for uri in listed), default=0)
+
+
+def test_a_file_that_several_threads_write_is_always_whole(tmp_path):
+    storage = Storage(StorageLocation(str(tmp_path)))
+    storage.write("a/file", [b"x" * 100_000])
+
+    def write(letter: bytes) -> None:
+        for _ in range(50):
+            storage.write("a/file", [letter * 50_000, letter * 50_000])
+
+    with ThreadPoolExecutor(4) as threads:
+        writers = [threads.submit(write, letter) for letter in (b"a", b"b", b"c", b"d")]
+        while not all(writer.done() for writer in writers):
+            read = bytes(storage.read("a/file"))
+            assert read == read[:1] * 100_000
+        for writer in writers:
+            writer.result()
+    assert [info.base_name for info in storage.list("a")] == ["file"]
 
 
 def test_storage_that_cannot_be_written_is_named_with_the_reason(tmp_path):
