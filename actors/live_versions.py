@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import warnings
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -32,7 +33,9 @@ class LiveVersions:
         self._start = start
         self._versions = Versions(config.max_live_versions, is_held)
         # A pool that was started again has none, and takes from the registry what is asked for.
-        self._is_second_life = ray.get_runtime_context().was_current_actor_reconstructed
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Ray calls what it has deprecated itself
+            self._is_second_life = ray.get_runtime_context().was_current_actor_reconstructed
         self._loading = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         self.replicas: ReplicaSet
@@ -45,6 +48,10 @@ class LiveVersions:
 
     def session_of(self, uri: StoredUri) -> str | None:
         return self._versions.get(uri).session_id if uri in self._versions else None
+
+    def newest(self, session_id: str) -> StoredUri | None:
+        versions = self._versions.of_session(session_id)
+        return versions[-1].uri if versions else None
 
     def weights(self, uri: StoredUri) -> tuple[ray.ObjectRef]:
         return self._versions.get(uri).weights

@@ -110,7 +110,7 @@ def test_a_session_trains_over_tls_and_a_cluster_without_it_is_refused(cluster, 
 
     with ray_started(**tls_environment) as secured:
         trained = train(secured, secured.environment)
-        assert trained.stdout.strip() == "True", trained.stderr[-3000:]
+        assert trained.stdout.splitlines()[-1:] == ["True"], trained.stderr[-3000:]
         plain = {name: value for name, value in secured.environment.items() if name not in tls_environment}
         assert "ClusterUnreachableError" in train(secured, plain).stderr
     assert "require_tls" in train(cluster, cluster.environment).stderr
