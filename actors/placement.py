@@ -42,6 +42,7 @@ def durable_actor(cls: type[T], name: str, *args: Any, elsewhere: bool = False, 
         "lifetime": "detached",
         "get_if_exists": True,
         "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=True),
+        "memory": 1,  # byte: Ray gives an actor that asks for nothing a node at random, whatever its strategy says
         **RESTARTED,
     }
     return light_actor(cls, **options).remote(*args, **kwargs)

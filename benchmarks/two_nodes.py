@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--base-model", default="smollm2-135m-instruct")
     base_model = parser.parse_args().base_model
     training_config = rs.TrainingConfig(dtype="float32", num_workers=2, num_threads=1, actor_options=SPREAD)
-    sampling_config = rs.SamplingConfig(dtype="float32", num_replicas=2, kv_cache_gib=0.25, num_threads=1, actor_options=SPREAD)
+    sampling_config = rs.SamplingConfig(dtype="float32", num_replicas=2, kv_cache_gib=0.5, num_threads=1, actor_options=SPREAD)
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
     second = cluster.add_node(num_cpus=4)
     ray.init(address=cluster.address, log_to_driver=False)
@@ -41,6 +41,7 @@ def main() -> None:
             sampler = training.save_weights_and_get_sampling_client("before")
             before = sampler.sample(PROMPT, 1, GREEDY).result().sequences[0].tokens
             spread = (len(nodes_of("TrainingActor")), len(nodes_of("SamplingActor")))
+            is_apart = not nodes_of("ModelHost") & nodes_of("SessionVault")
             cluster.remove_node(second, allow_graceful=False)
             after = [sampler.sample(PROMPT, 1, GREEDY).result(timeout=300).sequences[0].tokens for _ in range(4)]
             losses += [step(training, number) for number in range(2, 4)]
@@ -59,6 +60,7 @@ def main() -> None:
             ),
             "nodes with ranks": (spread[0], 2),
             "nodes with replicas": (spread[1], 2),
+            "host and vault on different nodes": (float(is_apart), 1),
             "samples that are not as before": (sum(tokens != before for tokens in after), -0.0),
             "largest relative difference of a loss": (float(np.max(np.abs(np.array(losses) / np.array(expected) - 1))), -1e-4),
         },

@@ -55,6 +55,13 @@ def test_a_sampler_without_memory_is_refused_with_the_numbers(service, resident,
         )
 
 
+def test_a_cache_that_does_not_hold_one_sequence_is_refused_with_what_to_raise(service, resident, tiny_model):
+    with pytest.raises(rs.PlacementError, match=r"holds \d+ tokens, and the context has 512.*kv_cache_gib to 0\.0"):
+        service.create_sampling_client(
+            base_model=str(tiny_model), sampling=rs.SamplingConfig(kv_cache_gib=1e-4, actor_options={"num_cpus": 0})
+        )
+
+
 def test_a_prompt_longer_than_the_context_is_refused_at_once(resident):
     sampler = resident.create_sampling_client()
     with pytest.raises(rs.ConfigError, match=r"600 tokens.*context is 512"):

@@ -9,6 +9,7 @@ from typing import Any
 
 import psutil
 import vllm
+from vllm.config import VllmConfig
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.ompmultiprocessing import OMPProcessManager
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -17,7 +18,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from raysessions.actors.engines import cpu_kernels, vllm_plugin
 from raysessions.actors.protocol import CoreShare
 from raysessions.config import SamplingConfig
-from raysessions.errors import PlacementError
+from raysessions.errors import PlacementError, SamplingPoolError
 from raysessions.models import context_length
 
 GIB = 1024**3
@@ -26,13 +27,34 @@ WHOLE_NODE = CoreShare(0, 1)
 
 
 def start(arguments: dict[str, Any]) -> AsyncLLM:
-    """An engine in a process of its own, with its threads bound to their cores."""
+    """An engine in a process of its own, with its threads bound to their cores. Raises `PlacementError` when its cache is too
+    small, `SamplingPoolError` when it does not start for another reason."""
     given = vllm.AsyncEngineArgs(**arguments)
     config = given.create_engine_config(UsageContext.ENGINE_CONTEXT)
     with contextlib.ExitStack() as stack:
         if config.parallel_config.distributed_executor_backend is UniProcExecutor:  # vLLM sets it for workers' processes only
             stack.enter_context(OMPProcessManager(config).configure_omp_envs(0, 0))
-        return AsyncLLM.from_vllm_config(config, disable_log_stats=given.disable_log_stats)
+        try:
+            return AsyncLLM.from_vllm_config(config, disable_log_stats=given.disable_log_stats)
+        except RuntimeError as error:  # vLLM tells why in its own process's words, which go to the actor's log
+            _check_cache(config)
+            raise SamplingPoolError(
+                f"vLLM's engine did not start: {error} Its own words are in the log of the SamplingActor (`ray logs actor`, or "
+                "the newest worker-*.err in the logs of Ray's session folder)."
+            ) from error
+
+
+def _check_cache(config: VllmConfig) -> None:
+    """Whether the KV cache can hold one sequence as long as the context. Sizes are of plain attention in every layer."""
+    model, cache_bytes = config.model_config, config.cache_config.kv_cache_memory_bytes
+    heads = model.get_num_kv_heads(config.parallel_config) * model.get_num_layers(config.parallel_config)
+    per_token = 2 * heads * model.get_head_size() * model.dtype.itemsize
+    if cache_bytes is not None and cache_bytes < per_token * model.max_model_len:
+        raise PlacementError(
+            f"A KV cache of {cache_bytes / GIB:.2g} GiB holds {cache_bytes // per_token} tokens, and the context has "
+            f"{model.max_model_len}: raise SamplingConfig.kv_cache_gib to {per_token * model.max_model_len / GIB * 1.05:.2g}, "
+            "or lower max_model_len."
+        )
 
 
 def engine_arguments(
