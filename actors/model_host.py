@@ -185,6 +185,7 @@ class ModelHost:
     async def _bring_back(self, kept: KeptSession) -> None:
         """A session as of its snapshot; the operations since are in the queue again."""
         request = kept.request
+        self._runner.vault.remember(request.session_id, kept.snapshot)
         state = joined(kept.snapshot, request.lora.seed)
         facts = await self._runner.keeper.add(request, state, [part.gradient for part in kept.snapshot], kept.seq_id)
         session = self._hosted(request, facts, SessionCheckpoints(request, self._fingerprint))

@@ -29,9 +29,8 @@ class VaultKeeper:
         """`keep_again`: called when the vault has lost everything; copies all sessions anew."""
         self._vault = vault
         self._keep_again = keep_again
-        self._has_other_nodes = False
         self._own: dict[str, list[RankState]] = {}
-        """Copies on this node too, where there are several: a node takes its ranks and the vault on it along."""
+        """Copies here too, in Ray's store: ranks and vault may die together, or one while the other is being replaced."""
         self._watch: asyncio.Task[None] | None = None
 
     @property
@@ -41,7 +40,6 @@ class VaultKeeper:
     def start(self) -> None:
         """Once the ranks have their places."""
         if self._vault is not None:
-            self._has_other_nodes = sum(node["Alive"] for node in ray.nodes()) > 1
             self._watch = asyncio.create_task(self._watch_vault(self._vault))
 
     async def keep(
@@ -58,12 +56,15 @@ class VaultKeeper:
             return False
         try:
             await answer(self._vault.keep.remote(request, seq_id, tuple(parts), op, response), if_dead=VAULT_DIED)
-            if self._has_other_nodes:
-                self._own[request.session_id] = [await part for part in parts]
+            self.remember(request.session_id, [await part for part in parts])
         except (RaySessionsError, RayError) as error:  # a rank died before it had answered, or the vault itself
             log.info("raysessions: no copy of session %s as of operation %d: %s", request.session_id, seq_id, error)
             return False
         return True
+
+    def remember(self, session_id: str, snapshot: list[RankState]) -> None:
+        """What the vault has of a session."""
+        self._own[session_id] = snapshot
 
     def begin(self, entry: Entry) -> ray.ObjectRef | None:
         """Notes an operation. Its result must not be told before this is there."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import ssl
 import warnings
 from pathlib import Path
 
 import ray
 
 from raysessions.errors import ClusterUnreachableError, ConfigError
+from raysessions.network import uses_tls
 
 PROBE_TIMEOUT_S = 3.0
 CURRENT_CLUSTER_FILE = Path("/tmp/ray/ray_current_cluster")
@@ -90,9 +92,28 @@ def _probe(address: str) -> None:
     if not host or not port.isdigit():
         raise ClusterUnreachableError(f"{address!r} is not an address: expected HOST:PORT, ray://HOST:PORT or 'auto'.")
     try:
-        socket.create_connection((host, int(port)), timeout=PROBE_TIMEOUT_S).close()
+        with socket.create_connection((host, int(port)), timeout=PROBE_TIMEOUT_S) as connection:
+            speaks_tls = _speaks_tls(connection)
     except OSError as error:
         raise ClusterUnreachableError(
             f"No Ray cluster answers at {address} ({error}). Check that it runs (`ray status` on its head node), that "
             "this machine reaches the port, and RAY_ADDRESS; unset it for a local Ray."
         ) from error
+    if speaks_tls != uses_tls():
+        raise ClusterUnreachableError(
+            f"The Ray cluster at {address} {'speaks TLS, and this process does not' if speaks_tls else 'does not speak TLS'}: set "
+            "RAY_USE_TLS, RAY_TLS_SERVER_CERT, RAY_TLS_SERVER_KEY and RAY_TLS_CA_CERT here as on its nodes."
+        )
+
+
+def _speaks_tls(connection: socket.socket) -> bool:
+    """Whether a server greets back in TLS; Ray itself would try for minutes."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        context.wrap_socket(connection).close()
+    except ssl.SSLError as error:
+        return "ALERT" in (error.reason or "")  # it wants to see a certificate first
+    except OSError:
+        return False
+    return True

@@ -15,6 +15,11 @@ from raysessions.types import TypedModel
 C = TypeVar("C", bound=ActorConfig)
 
 
+def uses_tls() -> bool:
+    """Whether this process talks to Ray over TLS."""
+    return os.environ.get("RAY_USE_TLS", "0") in ("1", "true")
+
+
 class NetworkConfig(TypedModel):
     """Refused with a sentence when the cluster does not offer it."""
 
@@ -27,7 +32,7 @@ class NetworkConfig(TypedModel):
 
     def check(self) -> None:
         """Whether this process, and so the cluster that it has connected to, keeps to it. Raises `ConfigError`."""
-        if self.require_tls and os.environ.get("RAY_USE_TLS", "0") not in ("1", "true"):
+        if self.require_tls and not uses_tls():
             raise ConfigError(
                 "NetworkConfig(require_tls=True): this process talks to Ray without TLS. Set RAY_USE_TLS=1, "
                 "RAY_TLS_SERVER_CERT, "
