@@ -100,9 +100,10 @@ def _probe(address: str) -> None:
             "this machine reaches the port, and RAY_ADDRESS; unset it for a local Ray."
         ) from error
     if speaks_tls != uses_tls():
+        other = "speaks TLS, and this process does not" if speaks_tls else "does not speak TLS, and this process does"
         raise ClusterUnreachableError(
-            f"The Ray cluster at {address} {'speaks TLS, and this process does not' if speaks_tls else 'does not speak TLS'}: set "
-            "RAY_USE_TLS, RAY_TLS_SERVER_CERT, RAY_TLS_SERVER_KEY and RAY_TLS_CA_CERT here as on its nodes."
+            f"The Ray cluster at {address} {other}: set RAY_USE_TLS, "
+            "RAY_TLS_SERVER_CERT, RAY_TLS_SERVER_KEY and RAY_TLS_CA_CERT here as on its nodes."
         )
 
 
