@@ -81,8 +81,8 @@ class TrainingConfig(ActorConfig):
     """How often the ranks may die under one operation, and be replaced, before it is given up (`TrainingGroupError`). 0: not at
     all, and no copies are kept."""
     operation_timeout_s: float = Field(default=3600.0, gt=0)
-    """How long the ranks may take for an operation, from when it is sent to them; up to two may be before it. Ranks that take
-    longer are held to hang, and are replaced as if they had died."""
+    """How long the ranks may take to load, or for an operation from when it is sent to them; up to two may be before it. Ranks
+    that take longer are held to hang, and are replaced as if they had died."""
 
     @model_validator(mode="after")
     def _offload_needs_stage_3(self) -> TrainingConfig:
