@@ -19,6 +19,9 @@ CLIENT = [
 
 TRAINING = ["peft==0.21.2", "deepspeed==0.19.8", "accelerate>=1.10", "gguf>=0.17", "filelock>=3.20.3"]
 
+GATEWAY = ["ray[serve]", "fastapi>=0.133", "limits>=5", "click>=8"]
+"""Of `raysessions serve`."""
+
 VLLM_CPU_TEXT_ONLY = [
     "regex",
     "cachetools",
@@ -92,12 +95,15 @@ setup(
         "cpu": ["torch==2.13.0", *TRAINING, *VLLM_CPU_TEXT_ONLY],
         "cuda": ["torch", *TRAINING, "vllm>=0.32,<0.33"],
         "s3": ["s3fs>=2025.3"],
+        "gateway": GATEWAY,
         "dev": [
             *["pytest>=8", "ruff>=0.12", "mypy>=1.17", "matplotlib>=3.9", "build>=1.2"],
+            *GATEWAY,
             *["moto[server]>=5.1", "s3fs>=2025.3", "nbclient>=0.10", "ipykernel>=6"],
         ],
     },
     entry_points={
+        "console_scripts": ["raysessions = raysessions.cli:main"],
         "vllm.general_plugins": ["raysessions = raysessions.actors.engines.vllm_plugin:register"],
     },
     classifiers=[

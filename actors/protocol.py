@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,7 +13,7 @@ from raysessions.adapter_weights import AdapterWeights
 from raysessions.batch import Batch
 from raysessions.config import LoraConfig
 from raysessions.errors import SamplingPoolError, TrainingGroupError
-from raysessions.operations import Loss, SampleRequest
+from raysessions.operations import Loss, OpenAiRequest, SampleRequest
 from raysessions.training_state import TrainingState
 from raysessions.types import AdamParams, SampleResponse
 
@@ -148,6 +148,25 @@ class LossResult:
     """One record per micro-batch."""
 
 
+@dataclass(frozen=True, slots=True)
+class OpenAiHead:
+    """How the answer to an OpenAiRequest begins; its body follows in pieces."""
+
+    status: int
+    content_type: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCount:
+    """How it ends: what it took."""
+
+    prompt: int
+    sampled: int
+
+
+OpenAiPart = OpenAiHead | str | TokenCount
+
+
 class TrainingEngine(Protocol):
     """A base model with the adapters of any number of sessions."""
 
@@ -184,6 +203,9 @@ class SamplingEngine(Protocol):
 
     async def sample(self, request: SampleRequest, adapter_id: int | None) -> SampleResponse:
         """Cancelling it ends the generation. Raises `ReplicaFailedError` once the engine is dead."""
+
+    def answer(self, request: OpenAiRequest, adapter_id: int | None) -> AsyncIterator[OpenAiPart]:
+        """As `sample`, in parts as they come."""
 
     async def check_health(self, timeout_s: float) -> None:
         """Raises `ReplicaFailedError` when the engine is dead, or neither answers nor computes for `timeout_s`."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
 import ray
 
-from raysessions.actors.protocol import CoreShare, ModelFacts
+from raysessions.actors.protocol import CoreShare, ModelFacts, OpenAiPart
 from raysessions.config import SamplingConfig
 from raysessions.models import local_folder
-from raysessions.operations import SampleRequest
+from raysessions.operations import OpenAiRequest, SampleRequest
 from raysessions.types import SampleResponse
 
 if TYPE_CHECKING:
@@ -56,6 +57,10 @@ class SamplingActor:
 
     async def sample(self, request: SampleRequest, adapter_id: int | None) -> SampleResponse:
         return await self._engine.sample(request, adapter_id)
+
+    async def answer(self, request: OpenAiRequest, adapter_id: int | None) -> AsyncIterator[OpenAiPart]:
+        async for part in self._engine.answer(request, adapter_id):
+            yield part
 
     async def check_health(self, timeout_s: float) -> None:
         await self._engine.check_health(timeout_s)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 
 import ray
 
+from raysessions.actors.deadline import within
 from raysessions.actors.live_versions import LiveVersions, call
 from raysessions.actors.phases import SamplingPhases
-from raysessions.actors.protocol import ModelFacts, PoolStatus, ReplicaFailedError
+from raysessions.actors.protocol import ModelFacts, OpenAiPart, PoolStatus, ReplicaFailedError, TokenCount
 from raysessions.actors.sampling_queue import RequestQueue, Ticket
 from raysessions.actors.sampling_replica import Replica
 from raysessions.actors.sampling_replicas import ReplicaSet
@@ -20,7 +22,7 @@ from raysessions.adapter_weights import AdapterWeights
 from raysessions.config import SamplingConfig
 from raysessions.errors import RequestTimeoutError, SamplingPoolError
 from raysessions.models import local_folder, tokenizer_files
-from raysessions.operations import SampleRequest
+from raysessions.operations import OpenAiRequest, SampleRequest
 from raysessions.storage_location import StoredUri
 from raysessions.types import SampleResponse, SamplingParams
 from raysessions.usage import Usage
@@ -108,13 +110,29 @@ class SamplingPool:
             async with asyncio.timeout(self._config.request_timeout_s):
                 response = await self._sample(client_id, version, request)
         except TimeoutError as error:
-            raise RequestTimeoutError(
-                f"No answer within {self._config.request_timeout_s:g} s; the sample was given up. Lower max_tokens, add "
-                "replicas (service.scale_samplers), or raise SamplingConfig.request_timeout_s."
-            ) from error
+            raise self._too_late() from error
         num_tokens = sum(len(sequence.tokens) for sequence in response.sequences)
         self._meter.add(session_id, Usage(sample_requests=1, prefilled_tokens=len(request.prompt), sampled_tokens=num_tokens))
         return response
+
+    async def answer(
+        self, client_id: str, session_id: str, uri: StoredUri | None, request: OpenAiRequest
+    ) -> AsyncIterator[OpenAiPart]:
+        """OpenAI's API on the version `uri`, or the base model, in parts as they come. Raises as `sample` does; a replica that
+        fails is replaced by another until the first part is out."""
+        self._meter.touch(session_id)
+        await self.start()
+        version = None if uri is None or uri == self._merged_uri else await self._live.get(uri)
+        ticket = self._ticket(client_id, version, request, request.num_tokens, request.text)
+        try:
+            async for part in within(self._config.request_timeout_s, self._answer(ticket)):
+                if isinstance(part, TokenCount):
+                    usage = Usage(sample_requests=1, prefilled_tokens=part.prompt, sampled_tokens=part.sampled)
+                    self._meter.add(session_id, usage)
+                else:
+                    yield part
+        except TimeoutError as error:
+            raise self._too_late() from error
 
     async def compute_logprobs(
         self, client_id: str, session_id: str, uri: StoredUri | None, prompt: list[int]
@@ -127,6 +145,10 @@ class SamplingPool:
     async def session_of(self, uri: StoredUri) -> str | None:
         """The running session that a live version is of; None if it is not live, or was loaded from the registry."""
         return self._live.session_of(uri)
+
+    async def newest(self, session_id: str) -> StoredUri | None:
+        """The session's newest version that is live."""
+        return self._live.newest(session_id)
 
     async def weights(self, uri: StoredUri) -> tuple[str, tuple[ray.ObjectRef]]:
         """Of a live version: its base model, and an AdapterWeights."""
@@ -174,27 +196,55 @@ class SamplingPool:
 
     async def _sample(self, client_id: str, version: Version | None, request: SampleRequest) -> SampleResponse:
         new_tokens = request.params.max_tokens or self._replicas.facts.context_length - len(request.prompt)
-        ticket = Ticket[Replica](
-            client_id,
-            version,
-            request,
-            num_tokens=len(request.prompt) + request.num_samples * new_tokens,
-            blocks=blocks_of(request.prompt, None if version is None else version.adapter_id),
-        )
+        num_tokens = len(request.prompt) + request.num_samples * new_tokens
+        ticket = self._ticket(client_id, version, request, num_tokens, request.prompt)
         self._queue.put(ticket)
-        for attempt in range(MAX_ATTEMPTS):
+        while True:
             replica = await self._placed(ticket)
             try:
                 return await replica.sample(ticket)
             except ReplicaFailedError as error:
-                if attempt + 1 == MAX_ATTEMPTS:
-                    raise SamplingPoolError(
-                        f"{MAX_ATTEMPTS} sampler replicas failed under this request, so it was given up. The last one: {error}"
-                    ) from error
-                self._queue.put_back(ticket)
+                self._put_back(ticket, error)
             finally:
                 self._release(replica, ticket)
-        raise AssertionError("unreachable")
+
+    async def _answer(self, ticket: Ticket[Replica]) -> AsyncGenerator[OpenAiPart, None]:
+        self._queue.put(ticket)
+        while True:
+            replica, has_begun = await self._placed(ticket), False
+            try:
+                async for part in replica.answer(ticket):
+                    has_begun = True
+                    yield part
+                return
+            except ReplicaFailedError as error:
+                if has_begun:
+                    raise SamplingPoolError(
+                        f"The sampler replica failed in the middle of its answer: ask again. {error}"
+                    ) from error
+                self._put_back(ticket, error)
+            finally:
+                self._release(replica, ticket)
+
+    def _ticket(
+        self,
+        client_id: str,
+        version: Version | None,
+        request: SampleRequest | OpenAiRequest,
+        num_tokens: int,
+        prompt: Sequence[int],
+    ) -> Ticket[Replica]:
+        blocks = blocks_of(prompt, None if version is None else version.adapter_id)
+        return Ticket(client_id, version, request, num_tokens, blocks)
+
+    def _put_back(self, ticket: Ticket[Replica], error: ReplicaFailedError) -> None:
+        """Its replica failed under the request: another will have it. Raises `SamplingPoolError` when too many have."""
+        ticket.failures += 1
+        if ticket.failures == MAX_ATTEMPTS:
+            raise SamplingPoolError(
+                f"{MAX_ATTEMPTS} sampler replicas failed under this request, so it was given up. The last one: {error}"
+            ) from error
+        self._queue.put_back(ticket)
 
     async def _placed(self, ticket: Ticket[Replica]) -> Replica:
         """Waits for a replica with room."""
@@ -229,6 +279,12 @@ class SamplingPool:
         if with_room and ticket.waited_s > TURN_S and not any(replica.is_making_a_slot for replica in with_room):
             min(with_room, key=lambda replica: replica.outstanding_tokens).make_a_slot()
         return None
+
+    def _too_late(self) -> RequestTimeoutError:
+        return RequestTimeoutError(
+            f"No answer within {self._config.request_timeout_s:g} s; the sample was given up. Lower max_tokens, add replicas "
+            "(service.scale_samplers), or raise SamplingConfig.request_timeout_s."
+        )
 
     def _fail(self, error: SamplingPoolError) -> None:
         """No replica is left: what waits fails, and the next request starts the pool again."""

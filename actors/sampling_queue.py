@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 
 from raysessions.actors.sampling_versions import Version
 from raysessions.errors import BackPressureError
-from raysessions.operations import SampleRequest
+from raysessions.operations import OpenAiRequest, SampleRequest
 
 R = TypeVar("R")
 """A replica."""
@@ -29,13 +29,15 @@ class Ticket(Generic[R]):
     client_id: str
     version: Version | None
     """None: the base model."""
-    request: SampleRequest
+    request: SampleRequest | OpenAiRequest
     num_tokens: int
     """Prompt and new ones, as many as there may be."""
     blocks: Sequence[int]
     """Of its prompt, for the router."""
     placed: asyncio.Future[R] = field(init=False)
     """The replica that has room for it."""
+    failures: int = 0
+    """Replicas that failed under it."""
     since: float = field(default_factory=time.monotonic)
 
     @property

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import ray
@@ -14,7 +14,7 @@ from ray.exceptions import ObjectLostError
 
 from raysessions.actors.answer import answer
 from raysessions.actors.placement import Placed, place_engine_actors
-from raysessions.actors.protocol import CoreShare, ModelFacts, ReplicaFailedError, ReplicaStatus
+from raysessions.actors.protocol import CoreShare, ModelFacts, OpenAiPart, ReplicaFailedError, ReplicaStatus
 from raysessions.actors.sampling_actor import SamplingActor
 from raysessions.actors.sampling_queue import Ticket
 from raysessions.actors.sampling_router import PrefixIndex
@@ -130,6 +130,23 @@ class Replica:
         except ReplicaFailedError as error:
             self.fail(error)
             raise
+
+    async def answer(self, ticket: Ticket[Replica]) -> AsyncIterator[OpenAiPart]:
+        """As `sample`, in parts."""
+        parts = None
+        try:
+            if ticket.version is not None:
+                await asyncio.shield(asyncio.ensure_future(self.bind(ticket.version)))
+            parts = self.actor.answer.options(num_returns="streaming").remote(ticket.request, ticket.adapter_id)
+            async for part in parts:
+                yield await _answered(part)
+            parts = None
+        except ReplicaFailedError as error:
+            self.fail(error)
+            raise
+        finally:
+            if parts is not None:  # nobody listens any more
+                ray.cancel(parts)
 
     async def idle(self) -> None:
         """Waits until it has no requests."""

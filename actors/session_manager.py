@@ -71,10 +71,8 @@ class SessionManager(RegistryDesk):
         self._watch(driver_id)
 
     async def disconnect(self, driver_id: str) -> None:
-        """A driver leaves: its sessions stop."""
-        watch = self._watches.pop(driver_id, None)
-        if watch is not None:
-            watch.cancel()
+        """A driver leaves: its sessions stop. The answer has to reach it, so that it asks this process to `leave`; if it dies
+        before, its watch does."""
         await self._end_driver(driver_id)
 
     async def create_session(self, driver_id: str, request: SessionRequest) -> tuple[Any, Any, SessionInfo]:
@@ -106,6 +104,13 @@ class SessionManager(RegistryDesk):
             if session_id is not None:
                 return pool.actor, session_id
         return None
+
+    async def sampler_of(self, tenant: str, session_id: str) -> tuple[Any, SessionInfo] | None:
+        """The pool that answers for a running training session of the tenant, and the session's info."""
+        record = self._records.sessions.get(session_id)
+        if record is None or record.saves.tenant != tenant or record.info is None or record.state != "running":
+            return None
+        return self._records.pools[record.pool_key].actor, record.info
 
     async def attach(self, session_id: str) -> tuple[Any, Any, SessionInfo, StorageLocation, float | None]:
         """A detached session's host, pool, info, location and lease. Raises what became of it if it has ended."""
@@ -205,18 +210,18 @@ class SessionManager(RegistryDesk):
                         await find_actor(anchor_name(driver_id)).hold.options(max_task_retries=0).remote()
                     await asyncio.sleep(ANCHOR_RETRY_S)
             await self._end_driver(driver_id)
+            del self._watches[driver_id]
+            self._leave_if_empty()
 
         if driver_id not in self._watches:
             self._watches[driver_id] = asyncio.create_task(watch())
 
     async def _end_driver(self, driver_id: str) -> None:
-        self._watches.pop(driver_id, None)
         records = list(self._records.sessions.values())
         own = [record.session_id for record in records if record.driver_id == driver_id]
         await asyncio.gather(*(self.stop_session(name, reason="Its driver ended.") for name in own))
         self._records.drivers.discard(driver_id)
         self._records.save()
-        self._leave_if_empty()
 
     def _leave_if_empty(self) -> None:
         if not self._records.drivers and not self._records.sessions:

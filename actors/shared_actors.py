@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 from raysessions.actors.answer import answer
@@ -41,6 +43,8 @@ class SharedActors:
 
     def __init__(self, records: ManagerRecords) -> None:
         self._records = records
+        self._leaving: defaultdict[str, set[asyncio.Task[None]]] = defaultdict(set)
+        """Of each actor, by its name: sessions that let go of it, while others use it."""
 
     def pool(
         self, record: SessionRecord, config: SamplingConfig, merged: tuple[StoredUri, AdapterWeights] | None = None
@@ -66,8 +70,8 @@ class SharedActors:
         """The session is over: its actors hear of it, and those that nobody else uses end."""
         hosts, pools = self._records.hosts, self._records.pools
         await asyncio.gather(
-            _release(hosts, record.host_key, record.session_id, "close_session", STOP_S["host"]),
-            _release(pools, record.pool_key, record.session_id, "drop_session", STOP_S["pool"]),
+            self._release(hosts, record.host_key, record.session_id, "close_session", STOP_S["host"]),
+            self._release(pools, record.pool_key, record.session_id, "drop_session", STOP_S["pool"]),
         )
 
     def _use(self, shared: SharedActor, record: SessionRecord) -> Any:
@@ -75,23 +79,34 @@ class SharedActors:
         self._records.save()
         return shared.actor
 
+    async def _release(
+        self, table: dict[str, SharedActor], key: str | None, session_id: str, leave: str, stop_s: float
+    ) -> None:
+        if key is None or key not in table:
+            return
+        shared = table[key]
+        shared.users.discard(session_id)
+        leaving = self._leaving[shared.name]
+        if shared.users:
+            task = asyncio.create_task(_end(shared, session_id, lambda actor: getattr(actor, leave).remote(session_id), stop_s))
+            leaving.add(task)
+            await task
+            leaving.discard(task)
+            return
+        del table[key]
+        await asyncio.gather(*leaving)
+        await _end(shared, session_id, lambda actor: actor.stop.options(max_task_retries=0).remote(), stop_s)
+        shared.kill()
+        del self._leaving[shared.name]
+
 
 def _new_name(what: str) -> str:
     return f"raysessions-{what}-{secrets.token_hex(8)}"
 
 
-async def _release(table: dict[str, SharedActor], key: str | None, session_id: str, leave: str, stop_s: float) -> None:
-    if key is None or key not in table:
-        return
-    shared = table[key]
-    shared.users.discard(session_id)
-    if not shared.users:
-        del table[key]
+async def _end(shared: SharedActor, session_id: str, call: Callable[[Any], Any], stop_s: float) -> None:
+    """Lets an actor end what it does for a session, by `call`."""
     try:
-        actor = shared.actor
-        call = actor.stop.options(max_task_retries=0).remote() if not shared.users else getattr(actor, leave).remote(session_id)
-        await asyncio.wait_for(answer(call, if_dead=SessionStoppedError("It is gone.")), stop_s)
+        await asyncio.wait_for(answer(call(shared.actor), if_dead=SessionStoppedError("It is gone.")), stop_s)
     except Exception as error:  # it hangs, is gone already or fails: it is killed now, or with its last session
         log.warning("raysessions: %s did not let session %s go cleanly: %s", shared.name, session_id, error)
-    if not shared.users:
-        shared.kill()

@@ -122,6 +122,11 @@ class SamplingConfig(ActorConfig):
     """Training and sampling take turns: while operations train, samples wait and vLLM's memory on the GPU is free for the
     ranks on it (vLLM's sleep level 1, weights go to CPU memory); training begins when the samples begun have been answered.
     On CPU they take turns alike, and memory is kept."""
+    tool_call_parser: str | None = None
+    """vLLM's parser of tool calls for OpenAI's API ("hermes", "llama3_json", "qwen3_xml", …). None: requests with tools are
+    refused."""
+    reasoning_parser: str | None = None
+    """vLLM's parser of reasoning for OpenAI's API ("qwen3", "deepseek_r1", …). None: thoughts are part of the text."""
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vLLM's AsyncEngineArgs."""
 

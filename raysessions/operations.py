@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 from raysessions.batch import Batch
 from raysessions.config import LoraConfig, SamplingConfig, TrainingConfig
@@ -116,6 +117,42 @@ class SampleRequest:
     params: SamplingParams
     prompt_logprobs: bool
     topk_prompt_logprobs: int
+
+
+BYTES_PER_TOKEN = 4
+"""Of text, about."""
+TYPICAL_ANSWER = 256
+"""Tokens, of a request that sets no bound."""
+
+OpenAiRoute = Literal["chat/completions", "completions"]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenAiRequest:
+    """One call of OpenAI's API."""
+
+    route: OpenAiRoute
+    model: str
+    """As the caller names it."""
+    body: dict[str, Any]
+    """As it came, not checked yet."""
+
+    @property
+    def num_samples(self) -> int:
+        count = self.body.get("n")
+        return count if isinstance(count, int) and count > 0 else 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and new ones, about: the text is not tokenized yet."""
+        given = [self.body.get(name) for name in ("max_completion_tokens", "max_tokens")]
+        new_tokens = next((count for count in given if isinstance(count, int) and count > 0), TYPICAL_ANSWER)
+        return len(self.text) // BYTES_PER_TOKEN + self.num_samples * new_tokens
+
+    @property
+    def text(self) -> bytes:
+        """What the prompt is made from: equal beginnings are equal prefixes."""
+        return json.dumps(self.body.get("messages", self.body.get("prompt"))).encode()
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import secrets
-from typing import Any
+from collections.abc import AsyncGenerator
+from typing import TYPE_CHECKING, Any
 
 import ray
+from ray.exceptions import RayError
 
 from raysessions.errors import ConfigError
-from raysessions.future import APIFuture
-from raysessions.operations import SampleRequest
+from raysessions.future import APIFuture, own_error
+from raysessions.operations import OpenAiRequest, SampleRequest
 from raysessions.storage_location import StoredUri
 from raysessions.tokenizer import load_tokenizer
 from raysessions.types import ModelInput, SampleResponse, SamplingParams, as_model_input, as_typed
+
+if TYPE_CHECKING:
+    from raysessions.actors.protocol import OpenAiHead
 
 
 class SamplingClient:
@@ -76,6 +81,22 @@ class SamplingClient:
         return self._send(
             self._pool.compute_logprobs.remote(self._client_id, self._session_id, self._uri, self._checked(prompt, 1))
         )
+
+    async def answer(self, request: OpenAiRequest) -> AsyncGenerator[OpenAiHead | str, None]:
+        """OpenAI's API on this version, for a server: how the answer begins, then its body in parts. A reader who stops early
+        cancels it."""
+        parts = self._pool.answer.options(num_returns="streaming").remote(self._client_id, self._session_id, self._uri, request)
+        is_over = False
+        try:
+            async for part in parts:
+                try:
+                    yield await part
+                except RayError as error:
+                    raise own_error(error) from error
+            is_over = True
+        finally:
+            if not is_over:
+                ray.cancel(parts)
 
     def get_tokenizer(self) -> Any:
         """The base model's tokenizer (transformers)."""

@@ -205,6 +205,7 @@ class ServiceClient(CheckpointCatalogue, ClusterOverview):
         """Stops all that this client created. Safe to call again."""
         with contextlib.suppress(RayActorError):  # the manager has ended already, and then so has all else
             ray.get(self._manager.disconnect.remote(self._driver_id))
+            ray.get(self._manager.leave.options(max_task_retries=0).remote())  # does not return if it does
 
     def _info_of(self, uri: VersionUri, settings: Settings) -> CheckpointInfo:
         return APIFuture(self._manager.get_checkpoint.remote(settings.location, uri)).result()

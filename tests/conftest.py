@@ -58,7 +58,7 @@ def pooled_service(service, resident, tiny_model: Path, tmp_path_factory: pytest
 
     import raysessions as rs
 
-    options = {**NO_CPU, "memory": int(0.3 * ray.available_resources()["memory"])}
+    options = {**NO_CPU, "memory": int(0.3 * ray.cluster_resources()["memory"])}
     with (
         rs.ServiceClient(
             output_uri=str(tmp_path_factory.mktemp("registry")),
@@ -69,6 +69,29 @@ def pooled_service(service, resident, tiny_model: Path, tmp_path_factory: pytest
     ):
         training.create_sampling_client()
         yield pooled
+
+
+@pytest.fixture(scope="session")
+def gateway(service, resident, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-def]
+    """A served gateway, and a ServiceClient whose sessions its key reaches."""
+    from clusters import free_port
+    from gateways import TENANT, ServedGateway
+    from pools import NO_CPU, TRAINING
+
+    import raysessions as rs
+    from raysessions.gateway import serving
+    from raysessions.gateway.config import GatewayConfig
+    from raysessions.gateway.keys import KeyStore
+    from raysessions.storage_location import StorageLocation
+
+    output_uri, port, base_model = str(tmp_path_factory.mktemp("gateway")), free_port(), str(tiny_model)
+    sampling = rs.SamplingConfig(kv_cache_gib=0.25, max_num_seqs=16, actor_options=NO_CPU)
+    key, _ = KeyStore(StorageLocation(output_uri)).create(TENANT)
+    config = GatewayConfig(output_uri=output_uri, base_models=(base_model,), training=TRAINING, sampling=sampling)
+    with rs.ServiceClient(tenant=TENANT, output_uri=output_uri, training=TRAINING, sampling=sampling) as own:
+        serving.start(config, "127.0.0.1", port)
+        yield ServedGateway(f"http://127.0.0.1:{port}", key, own, base_model, output_uri)
+        serving.stop()
 
 
 @pytest.fixture

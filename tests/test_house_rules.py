@@ -25,14 +25,15 @@ WORDS = [
 # A new file beside the words is a client until it is listed elsewhere.
 CLIENTS = sorted(set(LIBRARY.glob("*.py")) - set(WORDS))
 CUSTOM_LOSS = LIBRARY / "custom_loss.py"
+GATEWAY = sorted((LIBRARY / "gateway").rglob("*.py"))
 COOKBOOK = sorted((LIBRARY / "cookbook").rglob("*.py"))
 HOSTING = sorted(ACTORS.glob("*.py"))
 ENGINES = sorted((ACTORS / "engines").rglob("*.py"))
 MATHS = sorted((ACTORS / "maths").rglob("*.py"))
-SOURCES = WORDS + CLIENTS + COOKBOOK + HOSTING + ENGINES + MATHS
+SOURCES = WORDS + CLIENTS + GATEWAY + COOKBOOK + HOSTING + ENGINES + MATHS
 VLLM_FILES = [
-    ACTORS / "engines" / f"{name}.py"
-    for name in ("vllm", "vllm_start", "vllm_plugin", "vllm_worker", "grouped_lora", "cpu_kernels", "cpu_sampler")
+    *sorted((ACTORS / "engines").glob("vllm*.py")),
+    *(ACTORS / "engines" / f"{name}.py" for name in ("grouped_lora", "cpu_kernels", "cpu_sampler")),
 ]
 
 FRAMEWORKS = ("torch", "vllm", "deepspeed", "peft")
@@ -135,6 +136,10 @@ def test_maths_never_imports_ray():
 
 def test_maths_knows_no_engine_and_no_actor():
     assert breaches_in(MATHS, "raysessions.actors", allowed=("raysessions.actors.maths",)) == []
+
+
+def test_the_gateway_never_imports_engines_or_their_frameworks():
+    assert breaches_in(GATEWAY, *FRAMEWORKS, "raysessions.actors.engines") == []
 
 
 def test_the_cookbook_uses_the_clients_only():

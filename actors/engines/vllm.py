@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import itertools
 import tempfile
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import vllm
@@ -19,11 +20,14 @@ from raysessions.actors.engines.adapter_files import AdapterFiles
 from raysessions.actors.engines.merged_weights import write_merged
 from raysessions.actors.engines.process_activity import active_seconds, is_stopped
 from raysessions.actors.engines.vllm_start import WHOLE_NODE, engine_arguments, start
-from raysessions.actors.protocol import CoreShare, ModelFacts, ReplicaFailedError
+from raysessions.actors.protocol import CoreShare, ModelFacts, OpenAiPart, ReplicaFailedError
 from raysessions.adapter_weights import AdapterWeights
 from raysessions.config import SamplingConfig
-from raysessions.operations import SampleRequest
+from raysessions.operations import OpenAiRequest, SampleRequest
 from raysessions.types import SampledSequence, SampleResponse, SamplingParams
+
+if TYPE_CHECKING:
+    from raysessions.actors.engines.vllm_openai import OpenAiLayer
 
 MIN_ACTIVE = 0.5
 """Share of the time that an engine on CPU which does not answer must have computed, or waited for a core, not to be stuck.
@@ -49,6 +53,8 @@ class VllmEngine:
         self._files.note_buffers(process.pid for process in psutil.Process().children(recursive=True))
         self._adapters: dict[int, LoRARequest] = {}
         self._request_ids = itertools.count()
+        self._config = config
+        self._openai: OpenAiLayer | None = None
 
     async def add_adapter(self, adapter_id: int, name: str, weights: AdapterWeights) -> int:
         """Loads the adapter; returns the number of modules it was bound to. On an error nothing stays behind."""
@@ -92,6 +98,17 @@ class VllmEngine:
             prompt_logprobs=_prompt_logprobs(final) if request.prompt_logprobs else None,
             topk_prompt_logprobs=_topk(final, request.topk_prompt_logprobs) if request.topk_prompt_logprobs else None,
         )
+
+    async def answer(self, request: OpenAiRequest, adapter_id: int | None) -> AsyncIterator[OpenAiPart]:
+        if self._openai is None:
+            from raysessions.actors.engines.vllm_openai import OpenAiLayer  # its imports take seconds
+
+            self._openai = OpenAiLayer(self._engine, self._config)
+        try:
+            async for part in self._openai.answer(request, None if adapter_id is None else self._adapters[adapter_id]):
+                yield part
+        except EngineDeadError as error:
+            raise _failed(error) from error
 
     async def check_health(self, timeout_s: float) -> None:
         processes = psutil.Process().children(recursive=True)

@@ -1,0 +1,1 @@
+"""Tinker's API: the unmodified `tinker` package trains and samples on this cluster."""
