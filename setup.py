@@ -19,7 +19,7 @@ CLIENT = [
 
 TRAINING = ["peft==0.21.2", "deepspeed==0.19.8", "accelerate>=1.10", "gguf>=0.17", "filelock>=3.20.3"]
 
-GATEWAY = ["ray[serve]", "fastapi>=0.133", "limits>=5", "click>=8"]
+GATEWAY = ["ray[serve]", "fastapi>=0.133", "limits>=5", "click>=8", "zstandard>=0.23", "tinker>=0.36,<0.39"]
 """Of `raysessions serve`."""
 
 VLLM_CPU_TEXT_ONLY = [

@@ -108,6 +108,11 @@ class ModelHost:
         await self._restored()
         return await asyncio.shield(self._runner.queue.outcome(session_id, seq_id))
 
+    async def has(self, session_id: str, seq_id: int) -> bool:
+        """Whether somebody has submitted operation `seq_id`, and its response is still there."""
+        await self._restored()
+        return self._runner.queue.has(session_id, seq_id)
+
     async def cancel(self, session_id: str, seq_id: int) -> bool:
         await self._restored()
         return self._runner.queue.cancel(session_id, seq_id)

@@ -155,6 +155,10 @@ class OpQueue:
             return session.entries[seq_id].outcome
         return session.awaited.setdefault(seq_id, _new_outcome())
 
+    def has(self, session_id: str, seq_id: int) -> bool:
+        """Whether `outcome` is that of an operation which has come already."""
+        return seq_id in self._session(session_id).entries
+
     def cancel(self, session_id: str, seq_id: int) -> bool:
         """True if the operation had not begun: it never will, and its number counts as done."""
         session = self._sessions.get(session_id)

@@ -11,7 +11,7 @@ from raysessions.actors.hosted_session import HostedSession
 from raysessions.actors.merging import write_merged_version
 from raysessions.errors import SamplingPoolError
 from raysessions.operations import SaveForSamplerOp
-from raysessions.responses import SaveWeightsForSamplerResponse
+from raysessions.responses import CheckpointKind, SaveWeightsForSamplerResponse
 from raysessions.storage_location import StoredUri
 from raysessions.uris import VersionUri
 
@@ -28,7 +28,8 @@ async def publish(
     samples."""
     checkpoints = session.checkpoints
     ttl_seconds = REFRESH_TTL_S if op.is_refresh else op.ttl_seconds
-    info = checkpoints.describe("merged" if op.merge_weights else "sampler", op.name, step, ttl_seconds)
+    kind: CheckpointKind = "merged" if op.merge_weights else "sampler"
+    info = checkpoints.describe(kind, op.name, step, ttl_seconds, op.user_metadata)
     published = pool.publish.remote(
         StoredUri(uri, checkpoints.location), session.session_id, (weights,), session.facts.num_modules
     )

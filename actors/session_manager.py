@@ -105,12 +105,16 @@ class SessionManager(RegistryDesk):
                 return pool.actor, session_id
         return None
 
-    async def sampler_of(self, tenant: str, session_id: str) -> tuple[Any, SessionInfo] | None:
-        """The pool that answers for a running training session of the tenant, and the session's info."""
+    async def find_session(self, tenant: str, session_id: str) -> tuple[Any, Any, SessionInfo] | None:
+        """The host, the pool and the info of a tenant's running training session; None if the tenant has none of that name.
+        Raises what became of it if it has ended."""
+        ended = self._records.ended.get(session_id)
         record = self._records.sessions.get(session_id)
-        if record is None or record.saves.tenant != tenant or record.info is None or record.state != "running":
+        if record is None and ended is not None and ended.saves.tenant == tenant:
+            raise self._ending(session_id)
+        if record is None or record.saves.tenant != tenant or record.info is None or record.host_key is None:
             return None
-        return self._records.pools[record.pool_key].actor, record.info
+        return self._records.shared(record).actor, self._records.pools[record.pool_key].actor, record.info
 
     async def attach(self, session_id: str) -> tuple[Any, Any, SessionInfo, StorageLocation, float | None]:
         """A detached session's host, pool, info, location and lease. Raises what became of it if it has ended."""

@@ -85,6 +85,7 @@ class SaveForSamplerOp:
     """Only the last few of these are kept in the registry."""
     merge_weights: bool = False
     ttl_seconds: float | None = None
+    user_metadata: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,15 +21,15 @@ from raysessions.cluster_overview import ClusterOverview
 from raysessions.config import LoraConfig
 from raysessions.errors import ConfigError
 from raysessions.future import APIFuture
-from raysessions.operations import SessionRequest, StartingPoint
+from raysessions.operations import StartingPoint
 from raysessions.peft_folder import read_folder
 from raysessions.responses import CheckpointInfo
 from raysessions.sampling_client import SamplingClient, open_sampling_client
-from raysessions.session_starter import SessionStarter
+from raysessions.session_starter import SessionStarter, session_request
 from raysessions.settings import Settings, SettingsKeywords
 from raysessions.storage_location import StoredUri
 from raysessions.training_client import TrainingClient
-from raysessions.uris import SCHEME, VersionUri, check_name, new_session_id, new_token
+from raysessions.uris import SCHEME, VersionUri, new_token
 
 MANAGER = "raysessions-manager"
 
@@ -256,18 +256,7 @@ class ServiceClient(CheckpointCatalogue, ClusterOverview):
                 "and give "
                 "address='auto'."
             )
-        request = SessionRequest(
-            session_id=new_session_id(settings.session_name_prefix) if name is None else check_name(name),
-            token=new_token(),
-            base_model=base_model,
-            lora=lora,
-            share=share,
-            training=settings.network.place(settings.training),
-            sampling=settings.network.place(settings.sampling).for_rank(lora.rank),
-            saves=settings.saves,
-            limits=settings.limits(detached=detached),
-            start=start,
-        )
+        request = session_request(base_model, lora, start, name, settings, detached=detached, share=share)
         return self._starter.start_session(request, timeout_s)
 
     def _meet_manager(self) -> Any:

@@ -6,14 +6,39 @@ from typing import Any
 
 import ray
 
-from raysessions.config import SamplingConfig
-from raysessions.operations import SamplerRequest, SessionRequest
+from raysessions.config import LoraConfig, SamplingConfig
+from raysessions.operations import SamplerRequest, SessionRequest, StartingPoint
 from raysessions.progress import wait_with_progress
 from raysessions.sampling_client import SamplingClient, open_sampling_client
 from raysessions.settings import Settings
 from raysessions.storage_location import StoredUri
 from raysessions.training_client import TrainingClient
-from raysessions.uris import new_session_id, new_token
+from raysessions.uris import check_name, new_session_id, new_token
+
+
+def session_request(
+    base_model: str,
+    lora: LoraConfig,
+    start: StartingPoint | None,
+    name: str | None,
+    settings: Settings,
+    *,
+    detached: bool,
+    share: bool = True,
+) -> SessionRequest:
+    """What is asked of the manager. `name` None makes one up."""
+    return SessionRequest(
+        session_id=new_session_id(settings.session_name_prefix) if name is None else check_name(name),
+        token=new_token(),
+        base_model=base_model,
+        lora=lora,
+        share=share,
+        training=settings.network.place(settings.training),
+        sampling=settings.network.place(settings.sampling).for_rank(lora.rank),
+        saves=settings.saves,
+        limits=settings.limits(detached=detached),
+        start=start,
+    )
 
 
 class SessionStarter:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import importlib.util
 import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 
+from raysessions.errors import RaySessionsError
 from raysessions.gateway import openai_routes
 from raysessions.gateway.config import GatewayConfig
 from raysessions.gateway.errors import HttpError, as_http, openai_body
@@ -21,15 +25,24 @@ access_log = logging.getLogger("raysessions.gateway.access")
 
 def build_app(config: GatewayConfig) -> FastAPI:
     """Called in each replica."""
+    has_tinker = importlib.util.find_spec("tinker") is not None
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        app.state.gateway = await GatewayState.create(config)
+        state = app.state.gateway = await GatewayState.create(config, with_tinker=has_tinker)
+        tidying = asyncio.create_task(state.tinker.tidy()) if state.tinker is not None else None
         yield
+        if tidying is not None:
+            tidying.cancel()
 
     app = FastAPI(title="raysessions", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.include_router(openai_routes.router)
-    app.add_exception_handler(HttpError, _refuse)
+    if has_tinker:
+        from raysessions.gateway.tinker_api.routes import router
+
+        app.include_router(router)
+    for kind in (HttpError, RaySessionsError, RequestValidationError):
+        app.add_exception_handler(kind, _refuse)
     app.middleware("http")(_log)
 
     @app.get("/healthz")

@@ -1,24 +1,30 @@
-"""What the routes need of the cluster: who answers for a model's name."""
+"""What the routes need of the cluster: sessions, and who answers for a model's name."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from typing import Any, TypeVar
 
 from raysessions import ServiceClient
+from raysessions.actors.protocol import ModelFacts
+from raysessions.config import LoraConfig
+from raysessions.errors import SamplerExpiredError, SessionStoppedError
 from raysessions.future import APIFuture
 from raysessions.gateway.config import GatewayConfig
 from raysessions.gateway.errors import HttpError
+from raysessions.gateway.tinker_api.names import TINKER_SCHEME, session_name, version_uri
+from raysessions.operations import StartingPoint
+from raysessions.responses import CheckpointInfo, SessionInfo
 from raysessions.sampling_client import SamplingClient, open_sampling_client
+from raysessions.session_starter import session_request
 from raysessions.session_summary import SessionSummary
+from raysessions.settings import Settings
 from raysessions.storage_location import StoredUri
 from raysessions.uris import SCHEME
 
-TINKER_SCHEME = "tinker://"
-"""An alias of ours."""
 KEPT_CLIENTS = 64
 """Sampling clients of versions and base models that are kept open: each keeps its version live."""
 
@@ -30,69 +36,134 @@ class Backend:
 
     def __init__(self, config: GatewayConfig) -> None:
         self.config = config
+        self._settings = Settings(
+            output_uri=config.output_uri, training=config.training, sampling=config.sampling, lease_s=config.lease_s
+        )
         self.service = ServiceClient("auto", output_uri=config.output_uri, training=config.training, sampling=config.sampling)
+        self._manager = self.service._manager
         self._clients: OrderedDict[tuple[str, str], SamplingClient] = OrderedDict()
+        self._opening: dict[tuple[str, str], asyncio.Task[SamplingClient]] = {}
 
     async def sampler(self, tenant: str, model: str) -> SamplingClient:
         """Of a session's newest version, a version, or a base model. Raises `HttpError` 404 if the tenant has none such."""
-        session = await self._newest_of(tenant, model)
-        if session is not None:
-            return session
-        model = model.replace(TINKER_SCHEME, SCHEME, 1) if model.startswith(TINKER_SCHEME) else model
-        client = self._clients.get((tenant, model))
-        if client is None:
-            client = await self._open(tenant, model)
-            self._clients[tenant, model] = client
+        is_version = model.startswith((SCHEME, TINKER_SCHEME))
+        if not is_version and (newest := await self._newest_of(tenant, session_name(model))):
+            return newest
+        key = (tenant, str(version_uri(model)) if is_version else model)
+        if key not in self._clients:
+            if key not in self._opening:
+                open_client = self._open_version if is_version else self._open_base
+                self._opening[key] = asyncio.create_task(open_client(*key))
+            try:
+                client = await asyncio.shield(self._opening[key])
+            finally:
+                self._opening.pop(key, None)
+            self._clients[key] = client
             while len(self._clients) > KEPT_CLIENTS:
                 self._clients.popitem(last=False)
-        self._clients.move_to_end((tenant, model))
-        return client
+        self._clients.move_to_end(key)
+        return self._clients[key]
 
-    def forget(self, tenant: str, model: str) -> None:
-        """Its client was found to be of no use any more."""
-        self._clients.pop((tenant, model), None)
+    async def with_sampler(self, tenant: str, model: str, ask: Callable[[SamplingClient], Awaitable[T]]) -> T:
+        """What `ask` gets from the model's sampler. A client that was kept may be of a version that is live no more: then it is
+        asked once more, of a fresh one."""
+        client = await self.sampler(tenant, model)
+        try:
+            return await ask(client)
+        except (SamplerExpiredError, SessionStoppedError):
+            self._clients = OrderedDict((key, kept) for key, kept in self._clients.items() if kept is not client)
+            return await ask(await self.sampler(tenant, model))
 
-    async def models(self, tenant: str) -> list[SessionSummary | str]:
-        """The tenant's sessions, and the base models that it may use."""
-        sessions = await self._sessions(tenant)
-        return [*sessions, *self._base_models(sessions)]
+    async def create_session(
+        self,
+        tenant: str,
+        name: str,
+        base_model: str,
+        lora: LoraConfig,
+        start: StartingPoint | None,
+        user_metadata: Mapping[str, str],
+    ) -> SessionInfo:
+        """A session that saves in a group of its own, and lives as long as its lease is renewed."""
+        await self.check_base_model(tenant, base_model)
+        settings = self._settings.but({"tenant": tenant, "model_package_group": name, "user_metadata": user_metadata})
+        request = session_request(base_model, lora, start, name, settings, detached=True)
+        created: Any = await APIFuture(self._manager.create_session.remote(self.service._driver_id, request))
+        info: SessionInfo = created[2]
+        return info
+
+    async def find_session(self, tenant: str, name: str) -> tuple[Any, Any, SessionInfo] | None:
+        """The host, the pool and the info of a running session. Raises why it has ended, if it has."""
+        return await APIFuture(self._manager.find_session.remote(tenant, name))
+
+    async def renew(self, name: str) -> None:
+        await APIFuture(self._manager.renew.remote(name))
+
+    async def stop_session(self, name: str) -> None:
+        await APIFuture(self._manager.stop_session.remote(name))
+
+    async def checkpoint(self, tenant: str, path: str) -> CheckpointInfo:
+        """Of a version, by Tinker's path or ours. Raises `HttpError` 404 if the tenant has no such version."""
+        info = await self.call(self.service.get_checkpoint, str(version_uri(path)))
+        if info.tenant != tenant:
+            raise HttpError(HTTPStatus.NOT_FOUND, f"There is no version {path!r} for this key.")
+        return info
+
+    async def sessions(self, tenant: str) -> list[SessionSummary]:
+        """Training sessions that run."""
+        sessions: list[SessionSummary] = await APIFuture(self._manager.list_sessions.remote(ended=False))
+        return [session for session in sessions if session.tenant == tenant and session.kind == "training"]
+
+    async def base_models(self, tenant: str) -> list[str]:
+        """Those that the tenant may use: the gateway's, and those of its sessions."""
+        own = [session.base_model for session in await self.sessions(tenant)]
+        return list(dict.fromkeys([*self.config.base_models, *own]))
+
+    async def check_base_model(self, tenant: str, base_model: str) -> None:
+        """Raises `HttpError` 404: a name may be any folder of the cluster."""
+        allowed = await self.base_models(tenant)
+        if base_model not in allowed:
+            raise HttpError(
+                HTTPStatus.NOT_FOUND,
+                f"There is no model {base_model!r} for this key. Base models here: {', '.join(allowed) or 'none'}. "
+                "`raysessions serve --base-model` adds one.",
+            )
 
     async def call(self, function: Callable[..., T], *args: Any, **keywords: Any) -> T:
         """A call of the service, which blocks, in a thread."""
         return await asyncio.to_thread(function, *args, **keywords)
 
     async def _newest_of(self, tenant: str, name: str) -> SamplingClient | None:
-        found: Any = await APIFuture(self.service._manager.sampler_of.remote(tenant, name))
+        found = await self.find_session(tenant, name)
         if found is None:
             return None
-        pool, info = found
+        _, pool, info = found
         uri: StoredUri | None = await APIFuture(pool.newest.remote(name))
-        return await self.call(
-            open_sampling_client,
-            pool,
-            uri,
-            session_id=name,
-            vocab_size=info.vocab_size,
-            context_length=info.context_length,
-            client_id=tenant,
-        )
+        facts = ModelFacts(info.vocab_size, info.context_length, info.dtype)
+        return await self._client(tenant, pool, uri, name, facts)
 
-    async def _open(self, tenant: str, model: str) -> SamplingClient:
-        if model.startswith(SCHEME):
-            if (await self.call(self.service.get_checkpoint, model)).tenant != tenant:
-                raise self._unknown(model)
-            return await self.call(self.service.create_sampling_client, model, tenant=tenant)
-        if model not in self._base_models(await self._sessions(tenant)):
-            raise self._unknown(model)
-        return await self.call(self.service.create_sampling_client, base_model=model, tenant=tenant)
+    async def _open_base(self, tenant: str, model: str) -> SamplingClient:
+        await self.check_base_model(tenant, model)
+        return await self._start_sampler(tenant, model)
 
-    async def _sessions(self, tenant: str) -> list[SessionSummary]:
-        sessions = await self.call(self.service.list_sessions)
-        return [session for session in sessions if session.tenant == tenant and session.kind == "training"]
+    async def _start_sampler(self, tenant: str, base_model: str) -> SamplingClient:
+        return await self.call(self.service.create_sampling_client, base_model=base_model, tenant=tenant)
 
-    def _base_models(self, sessions: list[SessionSummary]) -> list[str]:
-        return list(dict.fromkeys([*self.config.base_models, *(session.base_model for session in sessions)]))
+    async def _open_version(self, tenant: str, path: str) -> SamplingClient:
+        """From the samplers of its session, if they have it, or else from those of its base model."""
+        info = await self.checkpoint(tenant, path)
+        uri = StoredUri(version_uri(path), self._settings.location)
+        live: tuple[Any, str] | None = await APIFuture(self._manager.find_live.remote(uri))
+        if live is not None:
+            pool, name = live
+            return await self._client(tenant, pool, uri, name, await APIFuture(pool.start.remote()))
+        sampling = self.config.sampling
+        if sampling.for_rank(info.rank) != sampling.for_rank(1):  # it needs samplers of its own
+            return await self.call(self.service.create_sampling_client, path, tenant=tenant)
+        base = self._clients.get((tenant, info.base_model)) or await self._start_sampler(tenant, info.base_model)
+        self._clients[tenant, info.base_model] = base
+        return await self._client(tenant, base._pool, uri, base._session_id, await APIFuture(base._pool.start.remote()))
 
-    @staticmethod
-    def _unknown(model: str) -> HttpError:
-        return HttpError(HTTPStatus.NOT_FOUND, f"There is no model {model!r} for this key: see GET /v1/models.")
+    async def _client(self, tenant: str, pool: Any, uri: StoredUri | None, name: str, facts: ModelFacts) -> SamplingClient:
+        keywords: dict[str, Any] = {"session_id": name, "vocab_size": facts.vocab_size, "context_length": facts.context_length}
+        keywords["client_id"] = tenant  # all that a tenant asks is one client's, when the samplers let clients take turns
+        return await self.call(open_sampling_client, pool, uri, **keywords)

@@ -6,20 +6,25 @@ import json
 from http import HTTPStatus
 from typing import Any
 
+import zstandard
 from fastapi import Request
 
 from raysessions.gateway.errors import HttpError
 
 
 async def body_of(request: Request, max_bytes: int) -> bytes:
-    """Raises `HttpError` 413 as soon as it is too long."""
+    """Decompressed. Raises `HttpError` 413 as soon as it is too long, before it is all there."""
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding not in ("identity", "zstd"):
+        raise HttpError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"Content-Encoding {encoding!r} is not known: use zstd or none.")
     chunks, size = [], 0
     async for chunk in request.stream():
         size += len(chunk)
         if size > max_bytes:
-            raise HttpError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"A request may have {max_bytes} bytes: send less at a time.")
+            raise _too_long(max_bytes)
         chunks.append(chunk)
-    return b"".join(chunks)
+    body = b"".join(chunks)
+    return _decompressed(body, max_bytes) if encoding == "zstd" else body
 
 
 async def json_body(request: Request, max_bytes: int) -> dict[str, Any]:
@@ -31,3 +36,22 @@ async def json_body(request: Request, max_bytes: int) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise HttpError(HTTPStatus.BAD_REQUEST, "The body is not a JSON object.")
     return body
+
+
+def _decompressed(body: bytes, max_bytes: int) -> bytes:
+    """A few bytes may stand for many: it stops at the bound, whatever the frame says of its size."""
+    try:
+        with zstandard.ZstdDecompressor(max_window_size=2**27).stream_reader(body, read_across_frames=True) as reader:
+            content = reader.read(max_bytes + 1)
+    except (zstandard.ZstdError, MemoryError) as error:
+        raise HttpError(HTTPStatus.BAD_REQUEST, "The body is not zstd, though its Content-Encoding says so.") from error
+    if len(content) > max_bytes:
+        raise _too_long(max_bytes)
+    return content
+
+
+def _too_long(max_bytes: int) -> HttpError:
+    return HttpError(
+        HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+        f"A request may have {max_bytes} bytes, decompressed: send less at a time, or raise GatewayConfig.max_body_bytes.",
+    )

@@ -17,6 +17,8 @@ class GatewayConfig(TypedModel):
     """That keys may sample from, and train, besides those of their tenants' sessions."""
     training: TrainingConfig = TrainingConfig()
     sampling: SamplingConfig = SamplingConfig()
+    lease_s: float = Field(default=180.0, gt=0)
+    """Ends a training run of the tinker SDK after so long without a heartbeat of its client, which sends one every 10 s."""
     max_body_bytes: int = Field(default=64 * 2**20, ge=1)
     """Of a request, after decompression."""
     requests_per_minute: int = Field(default=6000, ge=1)

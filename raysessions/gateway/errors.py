@@ -6,9 +6,13 @@ import logging
 from http import HTTPStatus
 from typing import Any
 
+from fastapi.exceptions import RequestValidationError
+
 from raysessions.errors import (
     BackPressureError,
+    CheckpointError,
     CheckpointNotFoundError,
+    EmptyGradientError,
     ModelNotFoundError,
     PlacementError,
     QuotaExceededError,
@@ -25,6 +29,8 @@ log = logging.getLogger("raysessions.gateway")
 STATUS = {
     ValidationError: HTTPStatus.BAD_REQUEST,
     CheckpointNotFoundError: HTTPStatus.NOT_FOUND,
+    CheckpointError: HTTPStatus.UNPROCESSABLE_ENTITY,
+    EmptyGradientError: HTTPStatus.BAD_REQUEST,
     ModelNotFoundError: HTTPStatus.NOT_FOUND,
     QuotaExceededError: HTTPStatus.TOO_MANY_REQUESTS,
     BackPressureError: HTTPStatus.TOO_MANY_REQUESTS,
@@ -52,6 +58,9 @@ def as_http(error: Exception) -> HttpError:
     """What the caller is told."""
     if isinstance(error, HttpError):
         return error
+    if isinstance(error, RequestValidationError):
+        first = error.errors()[0]
+        return HttpError(HTTPStatus.BAD_REQUEST, f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}")
     status = next((status for kind, status in STATUS.items() if isinstance(error, kind)), HTTPStatus.INTERNAL_SERVER_ERROR)
     if isinstance(error, RaySessionsError):
         return HttpError(status, str(error), RETRY_AFTER_S if status in TRY_AGAIN else None)

@@ -6,23 +6,21 @@ import json
 import time
 from collections.abc import AsyncGenerator
 from http import HTTPStatus
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
 
 from raysessions.actors.protocol import OpenAiHead
-from raysessions.errors import SamplerExpiredError, SessionStoppedError
 from raysessions.gateway.backend import Backend
 from raysessions.gateway.bodies import json_body
 from raysessions.gateway.errors import HttpError, as_http, openai_body
 from raysessions.gateway.keys import ApiKey
-from raysessions.gateway.state import authorized, backend_of
+from raysessions.gateway.state import Cluster, Key
 from raysessions.operations import OpenAiRequest, OpenAiRoute
+from raysessions.sampling_client import SamplingClient
 
 Parts = AsyncGenerator[OpenAiHead | str, None]
-Key = Annotated[ApiKey, Depends(authorized)]
-Cluster = Annotated[Backend, Depends(backend_of)]
 
 router = APIRouter(prefix="/v1")
 
@@ -52,8 +50,9 @@ async def retrieve_model(name: str, key: Key, cluster: Cluster) -> dict[str, Any
 
 async def _models(key: ApiKey, cluster: Backend) -> list[tuple[str, float]]:
     """Names, and for how many seconds there has been a model of that name."""
-    found = await cluster.models(key.tenant)
-    return [(model, 0.0) if isinstance(model, str) else (model.name, model.age_s) for model in found]
+    sessions = await cluster.sessions(key.tenant)
+    base_models = await cluster.base_models(key.tenant)
+    return [*((session.name, session.age_s) for session in sessions), *((name, 0.0) for name in base_models)]
 
 
 def _card(name: str, age_s: float) -> dict[str, Any]:
@@ -75,17 +74,13 @@ async def _respond(request: Request, key: ApiKey, cluster: Backend, route: OpenA
 
 
 async def _begun(key: ApiKey, cluster: Backend, request: OpenAiRequest) -> Parts:
-    """The answer's parts, from the first on. A client that was kept may be of a version that is live no more."""
-    for is_last in (False, True):
-        sampler = await cluster.sampler(key.tenant, request.model)
+    """The answer's parts, from the first on."""
+
+    async def ask(sampler: SamplingClient) -> Parts:
         parts = sampler.answer(request)
-        try:
-            return _preceded_by(await anext(parts), parts)
-        except (SamplerExpiredError, SessionStoppedError):
-            cluster.forget(key.tenant, request.model)
-            if is_last:
-                raise
-    raise AssertionError("unreachable")
+        return _preceded_by(await anext(parts), parts)
+
+    return await cluster.with_sampler(key.tenant, request.model, ask)
 
 
 async def _preceded_by(first: OpenAiHead | str, rest: Parts) -> Parts:
