@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import psutil
+
 import raysessions as rs
 from raysessions.gateway.keys import KeyStore
 from raysessions.storage_location import StorageLocation
@@ -27,3 +29,9 @@ class ServedGateway:
 
     def new_key(self, tenant: str) -> str:
         return KeyStore(StorageLocation(self.output_uri)).create(tenant)[0]
+
+
+def gateway_process() -> psutil.Process:
+    """Of the served gateway's replica."""
+    found = [one for one in psutil.Process().children(recursive=True) if "ServeReplica:raysessions" in "".join(one.cmdline())]
+    return max(found, key=lambda process: process.create_time())

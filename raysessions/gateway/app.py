@@ -9,6 +9,7 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from http import HTTPStatus
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -55,6 +56,8 @@ def build_app(config: GatewayConfig) -> FastAPI:
 async def _refuse(request: Request, error: Exception) -> Response:
     told = as_http(error)
     headers = {} if told.retry_after_s is None else {"Retry-After": f"{told.retry_after_s:.0f}"}
+    if told.status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
+        headers["Connection"] = "close"  # or the server would read on, however long it is
     return JSONResponse(openai_body(told), told.status, headers)
 
 

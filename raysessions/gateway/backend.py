@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
@@ -11,7 +12,7 @@ from typing import Any, TypeVar
 from raysessions import ServiceClient
 from raysessions.actors.protocol import ModelFacts
 from raysessions.config import LoraConfig
-from raysessions.errors import SamplerExpiredError, SessionStoppedError
+from raysessions.errors import CheckpointNotFoundError, SamplerExpiredError, SessionStoppedError
 from raysessions.future import APIFuture
 from raysessions.gateway.config import GatewayConfig
 from raysessions.gateway.errors import HttpError
@@ -23,7 +24,7 @@ from raysessions.session_starter import session_request
 from raysessions.session_summary import SessionSummary
 from raysessions.settings import Settings
 from raysessions.storage_location import StoredUri
-from raysessions.uris import SCHEME
+from raysessions.uris import SCHEME, check_name
 
 KEPT_CLIENTS = 64
 """Sampling clients of versions and base models that are kept open: each keeps its version live."""
@@ -39,7 +40,7 @@ class Backend:
         self._settings = Settings(
             output_uri=config.output_uri, training=config.training, sampling=config.sampling, lease_s=config.lease_s
         )
-        self.service = ServiceClient("auto", output_uri=config.output_uri, training=config.training, sampling=config.sampling)
+        self.service = ServiceClient(output_uri=config.output_uri, training=config.training, sampling=config.sampling)
         self._manager = self.service._manager
         self._clients: OrderedDict[tuple[str, str], SamplingClient] = OrderedDict()
         self._opening: dict[tuple[str, str], asyncio.Task[SamplingClient]] = {}
@@ -103,10 +104,22 @@ class Backend:
 
     async def checkpoint(self, tenant: str, path: str) -> CheckpointInfo:
         """Of a version, by Tinker's path or ours. Raises `HttpError` 404 if the tenant has no such version."""
-        info = await self.call(self.service.get_checkpoint, str(version_uri(path)))
-        if info.tenant != tenant:
-            raise HttpError(HTTPStatus.NOT_FOUND, f"There is no version {path!r} for this key.")
-        return info
+        with contextlib.suppress(CheckpointNotFoundError):
+            info = await self.call(self.service.get_checkpoint, str(version_uri(path)))
+            if info.tenant == tenant:
+                return info
+        raise HttpError(HTTPStatus.NOT_FOUND, f"There is no version {path!r} for this key.")
+
+    async def checkpoints(self, tenant: str, group: str | None = None) -> list[CheckpointInfo]:
+        """A tenant's versions in one group or in all, newest first."""
+
+        def read() -> list[CheckpointInfo]:
+            registry = self._settings.location.open_registry()
+            groups = registry.groups() if group is None else [check_name(group, "Group")]
+            infos = (info for one in groups for info in registry.list(one) if info.tenant == tenant)
+            return sorted(infos, key=lambda info: info.created_at, reverse=True)
+
+        return await self.call(read)
 
     async def sessions(self, tenant: str) -> list[SessionSummary]:
         """Training sessions that run."""
@@ -115,8 +128,10 @@ class Backend:
 
     async def base_models(self, tenant: str) -> list[str]:
         """Those that the tenant may use: the gateway's, and those of its sessions."""
-        own = [session.base_model for session in await self.sessions(tenant)]
-        return list(dict.fromkeys([*self.config.base_models, *own]))
+        return self.base_models_of(await self.sessions(tenant))
+
+    def base_models_of(self, sessions: list[SessionSummary]) -> list[str]:
+        return list(dict.fromkeys([*self.config.base_models, *(session.base_model for session in sessions)]))
 
     async def check_base_model(self, tenant: str, base_model: str) -> None:
         """Raises `HttpError` 404: a name may be any folder of the cluster."""

@@ -51,7 +51,7 @@ async def retrieve_model(name: str, key: Key, cluster: Cluster) -> dict[str, Any
 async def _models(key: ApiKey, cluster: Backend) -> list[tuple[str, float]]:
     """Names, and for how many seconds there has been a model of that name."""
     sessions = await cluster.sessions(key.tenant)
-    base_models = await cluster.base_models(key.tenant)
+    base_models = cluster.base_models_of(sessions)
     return [*((session.name, session.age_s) for session in sessions), *((name, 0.0) for name in base_models)]
 
 

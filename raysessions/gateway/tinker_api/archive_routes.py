@@ -22,9 +22,6 @@ from raysessions.uris import VersionUri
 
 router = APIRouter()
 
-LIMIT = 10_000
-"""Versions that are looked through."""
-
 
 @router.get("/training_runs")
 async def list_training_runs(key: Key, desk: Desk, limit: int = 20, offset: int = 0) -> dict[str, Any]:
@@ -36,21 +33,21 @@ async def list_training_runs(key: Key, desk: Desk, limit: int = 20, offset: int 
 
 @router.get("/training_runs/{run}")
 async def get_training_run(run: str, key: Key, desk: Desk) -> TrainingRun:
-    found = next((one for one in await _runs(key.tenant, desk) if one.training_run_id == run), None)
-    if found is None:
+    found = await _runs(key.tenant, desk, session_name(run))
+    if not found:
         raise HttpError(HTTPStatus.NOT_FOUND, f"There is no training run {run!r} for this key.")
-    return found
+    return found[0]
 
 
 @router.get("/training_runs/{run}/checkpoints")
 async def list_checkpoints(run: str, key: Key, desk: Desk) -> dict[str, Any]:
-    infos = await _checkpoints(key.tenant, desk, session_name(run))
+    infos = await desk.backend.checkpoints(key.tenant, session_name(run))
     return {"checkpoints": [_checkpoint(info) for info in infos]}
 
 
 @router.get("/checkpoints")
 async def list_user_checkpoints(key: Key, desk: Desk, limit: int = 100, offset: int = 0) -> dict[str, Any]:
-    infos = await _checkpoints(key.tenant, desk)
+    infos = await desk.backend.checkpoints(key.tenant)
     cursor = {"offset": offset, "limit": limit, "total_count": len(infos)}
     return {"checkpoints": [_checkpoint(info) for info in infos[offset : offset + limit]], "cursor": cursor}
 
@@ -85,12 +82,13 @@ async def weights_info(request: Request, key: Key, desk: Desk) -> dict[str, Any]
     }
 
 
-async def _runs(tenant: str, desk: TinkerDesk) -> list[TrainingRun]:
-    sessions, infos = await asyncio.gather(desk.backend.sessions(tenant), _checkpoints(tenant, desk))
+async def _runs(tenant: str, desk: TinkerDesk, name: str | None = None) -> list[TrainingRun]:
+    """All, or the one of that name: a session, or the group of versions that it left."""
+    sessions, infos = await asyncio.gather(desk.backend.sessions(tenant), desk.backend.checkpoints(tenant, name))
     saved: dict[str, list[CheckpointInfo]] = {}
     for info in infos:
-        saved.setdefault(info.session_id, []).append(info)
-    running = {session.name: session for session in sessions}
+        saved.setdefault(VersionUri.parse(info.path).group, []).append(info)
+    running = {session.name: session for session in sessions if name in (None, session.name)}
     now = datetime.datetime.now(datetime.UTC)
     runs = []
     for name in {**running, **saved}:
@@ -117,12 +115,6 @@ async def _runs(tenant: str, desk: TinkerDesk) -> list[TrainingRun]:
 async def _rank(tenant: str, desk: TinkerDesk, name: str) -> int | None:
     found = await desk.backend.find_session(tenant, name)
     return None if found is None else found[2].rank
-
-
-async def _checkpoints(tenant: str, desk: TinkerDesk, group: str | None = None) -> list[CheckpointInfo]:
-    """Newest first."""
-    infos = await desk.backend.call(desk.backend.service.list_checkpoints, group=group, limit=LIMIT)
-    return [info for info in infos if info.tenant == tenant]
 
 
 def _latest(infos: list[CheckpointInfo], kind: str) -> Checkpoint | None:

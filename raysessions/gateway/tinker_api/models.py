@@ -57,6 +57,7 @@ class Models:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._models: dict[tuple[str, str], Model] = {}
+        """By tenant and id."""
 
     async def create(
         self,
@@ -72,10 +73,12 @@ class Models:
         name = session_name(model_id_of(sdk_session_id, model_seq_id))
         return await self._backend.create_session(tenant, name, base_model, lora, start, user_metadata or {})
 
-    async def find(self, tenant: str, model_id: str) -> Model:
-        """Raises `HttpError` 410 if there is no such model for this tenant, or why it has ended."""
+    async def find(self, tenant: str, model_id: str, *, is_sure: bool = False) -> Model:
+        """Raises `HttpError` 410 if there is no such model for this tenant, or why it has ended. It may have ended meanwhile,
+        unless `is_sure`."""
         model = self._models.get((tenant, model_id))
-        if model is None:
+        if model is None or is_sure:
+            self._models.pop((tenant, model_id), None)
             name = session_name(model_id)
             is_ours = sdk_session_of(name) is not None
             found = await self._backend.find_session(tenant, name) if is_ours else None
@@ -90,6 +93,5 @@ class Models:
         try:
             return await future
         except SessionStoppedError:
-            self._models.pop((tenant, model.model_id), None)
-            await self.find(tenant, model.model_id)
+            await self.find(tenant, model.model_id, is_sure=True)
             raise

@@ -48,6 +48,7 @@ class SdkSessions:
             session = self._sessions[session_id] = SdkSession(session_id, tenant)
         if session is None or session.tenant != tenant:
             raise HttpError(HTTPStatus.GONE, f"There is no session {session_id!r} for this key: create a new ServiceClient.")
+        self._look_at(session)
         if session.ended_because is not None:
             raise HttpError(HTTPStatus.GONE, f"Session {session_id} has ended: {session.ended_because}")
         session.heard_at = time.monotonic()
@@ -59,13 +60,16 @@ class SdkSessions:
 
     def expire(self) -> list[SdkSession]:
         """Ends sessions that were not heard of, and returns them; forgets those that ended long ago."""
-        now = time.monotonic()
-        expired = []
+        expired = [session for session in self._sessions.values() if self._look_at(session)]
         for session in list(self._sessions.values()):
-            silent_s = now - session.heard_at
-            if session.ended_because is None and silent_s > self._lease_s:
-                session.ended_because = f"no heartbeat came for {silent_s:.0f} s."
-                expired.append(session)
-            elif silent_s > REMEMBERED_S:
+            if time.monotonic() - session.heard_at > REMEMBERED_S:
                 del self._sessions[session.session_id]
         return expired
+
+    def _look_at(self, session: SdkSession) -> bool:
+        """Whether its time is over now."""
+        silent_s = time.monotonic() - session.heard_at
+        if session.ended_because is not None or silent_s <= self._lease_s:
+            return False
+        session.ended_because = f"no heartbeat came for {silent_s:.0f} s."
+        return True

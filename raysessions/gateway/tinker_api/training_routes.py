@@ -55,7 +55,7 @@ async def load_weights(request: Request, key: Key, desk: Desk) -> dict[str, Any]
 @router.post("/get_info")
 async def get_info(request: Request, key: Key, desk: Desk) -> dict[str, Any]:
     asked = await read(request, desk, GetInfoRequest)
-    model = await desk.models.find(key.tenant, asked.model_id)
+    model = await desk.models.find(key.tenant, asked.model_id, is_sure=True)
     name = model.info.base_model
     folder = await asyncio.to_thread(local_folder, name)
     return {
