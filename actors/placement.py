@@ -69,7 +69,7 @@ async def place_engine_actors(cls: type[T], *args: Any, config: ActorConfig, cou
     Several are placed together or not at all, on as few nodes as will do, unless `actor_options` has a scheduling strategy.
     Raises `PlacementError` naming what was asked and what each node has free.
     """
-    options = {"num_cpus": 1, "num_gpus": _default_gpus(), **config.actor_options}
+    options = engine_options(config)
     if is_async:
         options["max_concurrency"] = MAX_CALLS
     group = _reserve(options, count) if count > 1 and "scheduling_strategy" not in options else None
@@ -91,6 +91,11 @@ async def place_engine_actors(cls: type[T], *args: Any, config: ActorConfig, cou
             raise PlacementError(f"The process of a {cls.__name__} did not start: {error}") from error
         raise
     return placed
+
+
+def engine_options(config: ActorConfig) -> dict[str, Any]:
+    """Ray's options for an actor that holds an engine."""
+    return {"num_cpus": 1, "num_gpus": _default_gpus(), **config.actor_options}
 
 
 def _reserve(options: dict[str, Any], count: int) -> PlacementGroup | None:

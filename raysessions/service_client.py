@@ -19,6 +19,7 @@ from raysessions.checkpoint_catalogue import CheckpointCatalogue
 from raysessions.cluster import connect, is_local, warn_of_unshared_storage
 from raysessions.cluster_overview import ClusterOverview
 from raysessions.config import LoraConfig
+from raysessions.deployments import Deployments
 from raysessions.errors import ConfigError
 from raysessions.future import APIFuture
 from raysessions.operations import StartingPoint
@@ -34,7 +35,7 @@ from raysessions.uris import SCHEME, VersionUri, new_token
 MANAGER = "raysessions-manager"
 
 
-class ServiceClient(CheckpointCatalogue, ClusterOverview):
+class ServiceClient(CheckpointCatalogue, ClusterOverview, Deployments):
     """A driver's connection. What it created ends with it: at `close()`, or when the process ends in any way."""
 
     def __init__(self, address: str | None = None, **settings: Unpack[SettingsKeywords]) -> None:

@@ -41,11 +41,15 @@ class VllmEngine:
         self, folder: Path, config: SamplingConfig, share: CoreShare = WHOLE_NODE, merged: AdapterWeights | None = None
     ) -> None:
         """With `merged`, an adapter, the engine serves the base model with that added to its weights, and no others."""
+        self._config = config
+        self._openai: OpenAiLayer | None = None
         with contextlib.ExitStack() as stack:
             if merged is not None:
                 base, folder = folder, Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="raysessions-merged-")))
                 write_merged(base, merged, folder)
             self._engine = start(engine_arguments(folder, config, share, with_adapters=merged is None))
+            if merged is not None:
+                self._openai_layer()  # now, while its model's folder is there
         model = self._engine.model_config
         self.facts = ModelFacts(model.get_vocab_size(), model.max_model_len, str(model.dtype).removeprefix("torch."))
         self._can_sleep = config.sleep and not vllm.platforms.current_platform.is_cpu()
@@ -53,8 +57,6 @@ class VllmEngine:
         self._files.note_buffers(process.pid for process in psutil.Process().children(recursive=True))
         self._adapters: dict[int, LoRARequest] = {}
         self._request_ids = itertools.count()
-        self._config = config
-        self._openai: OpenAiLayer | None = None
 
     async def add_adapter(self, adapter_id: int, name: str, weights: AdapterWeights) -> int:
         """Loads the adapter; returns the number of modules it was bound to. On an error nothing stays behind."""
@@ -100,15 +102,18 @@ class VllmEngine:
         )
 
     async def answer(self, request: OpenAiRequest, adapter_id: int | None) -> AsyncIterator[OpenAiPart]:
+        try:
+            async for part in self._openai_layer().answer(request, None if adapter_id is None else self._adapters[adapter_id]):
+                yield part
+        except EngineDeadError as error:
+            raise _failed(error) from error
+
+    def _openai_layer(self) -> OpenAiLayer:
         if self._openai is None:
             from raysessions.actors.engines.vllm_openai import OpenAiLayer  # its imports take seconds
 
             self._openai = OpenAiLayer(self._engine, self._config)
-        try:
-            async for part in self._openai.answer(request, None if adapter_id is None else self._adapters[adapter_id]):
-                yield part
-        except EngineDeadError as error:
-            raise _failed(error) from error
+        return self._openai
 
     async def check_health(self, timeout_s: float) -> None:
         processes = psutil.Process().children(recursive=True)

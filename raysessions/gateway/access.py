@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from http import HTTPStatus
+from typing import Annotated
 
-from fastapi import Request
+from fastapi import Depends, Request
 from limits import RateLimitItemPerMinute
 from limits.storage import MemoryStorage
 from limits.strategies import MovingWindowRateLimiter
@@ -51,6 +52,15 @@ class Access:
                 self._known.clear()
             self._known[digest] = time.monotonic() + KEPT_S, key
         return key
+
+
+async def _authorized(request: Request) -> ApiKey:
+    access: Access = request.app.state.access
+    return await access.check(request)
+
+
+Key = Annotated[ApiKey, Depends(_authorized)]
+"""Asked for by every route but the open ones."""
 
 
 def _secret(request: Request) -> str:

@@ -1,14 +1,12 @@
-"""The HTTP application: routes, and what holds for all of them."""
+"""HTTP applications: routes, and what holds for all of them."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import importlib.util
-import logging
-import secrets
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
 from http import HTTPStatus
 
 from fastapi import FastAPI, Request, Response
@@ -17,34 +15,49 @@ from fastapi.responses import JSONResponse
 
 from raysessions.errors import RaySessionsError
 from raysessions.gateway import openai_routes
+from raysessions.gateway.access import Access
+from raysessions.gateway.access_log import AccessLog
+from raysessions.gateway.backend import Backend
 from raysessions.gateway.config import GatewayConfig
 from raysessions.gateway.errors import HttpError, as_http, openai_body
-from raysessions.gateway.state import GatewayState
-
-access_log = logging.getLogger("raysessions.gateway.access")
+from raysessions.gateway.keys import KeyStore
+from raysessions.gateway.live_models import LiveModels
+from raysessions.storage_location import StorageLocation
 
 
 def build_app(config: GatewayConfig) -> FastAPI:
-    """Called in each replica."""
+    """The gateway. Called in each of its replicas."""
     has_tinker = importlib.util.find_spec("tinker") is not None
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        state = app.state.gateway = await GatewayState.create(config, with_tinker=has_tinker)
-        tidying = asyncio.create_task(state.tinker.tidy()) if state.tinker is not None else None
-        yield
-        if tidying is not None:
-            tidying.cancel()
+        app.state.access = await open_access(StorageLocation(config.output_uri), config.requests_per_minute)
+        backend = await asyncio.to_thread(Backend, config)
+        app.state.models = LiveModels(backend)
+        async with contextlib.AsyncExitStack() as stack:
+            if has_tinker:
+                from raysessions.gateway.tinker_api.desk import TinkerDesk
 
-    app = FastAPI(title="raysessions", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
-    app.include_router(openai_routes.router)
+                app.state.tinker = TinkerDesk(backend)
+                tidying = asyncio.create_task(app.state.tinker.tidy())
+                stack.callback(tidying.cancel)
+            yield
+
+    app = openai_app(lifespan)
     if has_tinker:
         from raysessions.gateway.tinker_api.routes import router
 
         app.include_router(router)
-    for kind in (HttpError, RaySessionsError, RequestValidationError):
+    return app
+
+
+def openai_app(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]) -> FastAPI:
+    """OpenAI's routes; `lifespan` gives the application's state an `access` and `models`."""
+    app = FastAPI(title="raysessions", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app.include_router(openai_routes.router)
+    for kind in (HttpError, RaySessionsError, RequestValidationError, Exception):
         app.add_exception_handler(kind, _refuse)
-    app.middleware("http")(_log)
+    app.add_middleware(AccessLog)
 
     @app.get("/healthz")
     async def healthz() -> dict[str, str]:
@@ -53,29 +66,13 @@ def build_app(config: GatewayConfig) -> FastAPI:
     return app
 
 
+async def open_access(location: StorageLocation, requests_per_minute: int) -> Access:
+    return Access(await asyncio.to_thread(KeyStore, location), requests_per_minute)
+
+
 async def _refuse(request: Request, error: Exception) -> Response:
     told = as_http(error)
     headers = {} if told.retry_after_s is None else {"Retry-After": f"{told.retry_after_s:.0f}"}
     if told.status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
         headers["Connection"] = "close"  # or the server would read on, however long it is
     return JSONResponse(openai_body(told), told.status, headers)
-
-
-async def _log(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
-    """One line for each request, with an id that its caller sees too."""
-    request_id = request.headers.get("x-request-id", "")[:64] or secrets.token_hex(8)
-    started = time.monotonic()
-    try:
-        response = await call_next(request)
-    except Exception as error:
-        response = await _refuse(request, error)
-    response.headers["X-Request-Id"] = request_id
-    access_log.info(
-        "%s %s %s -> %d in %.3f s",
-        request_id,
-        request.method,
-        request.url.path,
-        response.status_code,
-        time.monotonic() - started,
-    )
-    return response

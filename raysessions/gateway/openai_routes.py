@@ -1,4 +1,4 @@
-"""OpenAI's API: chat completions, completions, models. What answers is vLLM's own layer, in the samplers."""
+"""OpenAI's API: chat completions, completions, models. What answers is vLLM's own layer, beside the engines."""
 
 from __future__ import annotations
 
@@ -6,65 +6,77 @@ import json
 import time
 from collections.abc import AsyncGenerator
 from http import HTTPStatus
-from typing import Any
+from typing import Annotated, Any, Protocol
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import StreamingResponse
 
 from raysessions.actors.protocol import OpenAiHead
-from raysessions.gateway.backend import Backend
+from raysessions.gateway.access import Key
 from raysessions.gateway.bodies import json_body
 from raysessions.gateway.errors import HttpError, as_http, openai_body
 from raysessions.gateway.keys import ApiKey
-from raysessions.gateway.state import Cluster, Key
 from raysessions.operations import OpenAiRequest, OpenAiRoute
-from raysessions.sampling_client import SamplingClient
 
 Parts = AsyncGenerator[OpenAiHead | str, None]
+"""The head of an answer, then its body in pieces."""
+
+
+class Models(Protocol):
+    """What answers: `app.state.models`."""
+
+    max_body_bytes: int
+
+    async def answer(self, tenant: str, request: OpenAiRequest) -> Parts:
+        """Returns when the answer has begun. Raises `HttpError` 404 if the tenant has no such model."""
+
+    async def list_models(self, tenant: str) -> list[tuple[str, float]]:
+        """Names, and for how many seconds there has been a model of that name."""
+
+
+def _models(request: Request) -> Models:
+    models: Models = request.app.state.models
+    return models
+
+
+Source = Annotated[Models, Depends(_models)]
 
 router = APIRouter(prefix="/v1")
 
 
 @router.post("/chat/completions")
-async def create_chat_completion(request: Request, key: Key, cluster: Cluster) -> Response:
-    return await _respond(request, key, cluster, "chat/completions")
+async def create_chat_completion(request: Request, key: Key, models: Source) -> Response:
+    return await _respond(request, key, models, "chat/completions")
 
 
 @router.post("/completions")
-async def create_completion(request: Request, key: Key, cluster: Cluster) -> Response:
-    return await _respond(request, key, cluster, "completions")
+async def create_completion(request: Request, key: Key, models: Source) -> Response:
+    return await _respond(request, key, models, "completions")
 
 
 @router.get("/models")
-async def list_models(key: Key, cluster: Cluster) -> dict[str, Any]:
-    return {"object": "list", "data": [_card(name, age_s) for name, age_s in await _models(key, cluster)]}
+async def list_models(key: Key, models: Source) -> dict[str, Any]:
+    return {"object": "list", "data": [_card(name, age_s) for name, age_s in await models.list_models(key.tenant)]}
 
 
 @router.get("/models/{name:path}")
-async def retrieve_model(name: str, key: Key, cluster: Cluster) -> dict[str, Any]:
-    ages = dict(await _models(key, cluster))
+async def retrieve_model(name: str, key: Key, models: Source) -> dict[str, Any]:
+    ages = dict(await models.list_models(key.tenant))
     if name not in ages:
         raise HttpError(HTTPStatus.NOT_FOUND, f"There is no model {name!r} for this key.")
     return _card(name, ages[name])
-
-
-async def _models(key: ApiKey, cluster: Backend) -> list[tuple[str, float]]:
-    """Names, and for how many seconds there has been a model of that name."""
-    sessions = await cluster.sessions(key.tenant)
-    base_models = cluster.base_models_of(sessions)
-    return [*((session.name, session.age_s) for session in sessions), *((name, 0.0) for name in base_models)]
 
 
 def _card(name: str, age_s: float) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": int(time.time() - age_s), "owned_by": "raysessions"}
 
 
-async def _respond(request: Request, key: ApiKey, cluster: Backend, route: OpenAiRoute) -> Response:
-    body = await json_body(request, cluster.config.max_body_bytes)
+async def _respond(request: Request, key: ApiKey, models: Models, route: OpenAiRoute) -> Response:
+    body = await json_body(request, models.max_body_bytes)
     model = body.get("model")
     if not isinstance(model, str) or not model:
-        raise HttpError(HTTPStatus.BAD_REQUEST, "model is missing: a session's name, a version, or a base model.")
-    parts = await _begun(key, cluster, OpenAiRequest(route, model, body))
+        raise HttpError(HTTPStatus.BAD_REQUEST, "model is missing: GET /v1/models names those there are.")
+    parts = await models.answer(key.tenant, OpenAiRequest(route, model, body))
     head = await anext(parts)
     assert isinstance(head, OpenAiHead)
     if head.content_type == "text/event-stream":
@@ -73,17 +85,7 @@ async def _respond(request: Request, key: ApiKey, cluster: Backend, route: OpenA
     return Response(content, head.status, media_type=head.content_type)
 
 
-async def _begun(key: ApiKey, cluster: Backend, request: OpenAiRequest) -> Parts:
-    """The answer's parts, from the first on."""
-
-    async def ask(sampler: SamplingClient) -> Parts:
-        parts = sampler.answer(request)
-        return _preceded_by(await anext(parts), parts)
-
-    return await cluster.with_sampler(key.tenant, request.model, ask)
-
-
-async def _preceded_by(first: OpenAiHead | str, rest: Parts) -> Parts:
+async def preceded_by(first: OpenAiHead | str, rest: Parts) -> Parts:
     try:
         yield first
         async for part in rest:

@@ -11,9 +11,9 @@ from fastapi import APIRouter, Request
 from tinker.types.checkpoint import Checkpoint
 from tinker.types.training_run import TrainingRun
 
+from raysessions.gateway.access import Key
 from raysessions.gateway.bodies import json_body
 from raysessions.gateway.errors import HttpError
-from raysessions.gateway.state import Key
 from raysessions.gateway.tinker_api.desk import TinkerDesk
 from raysessions.gateway.tinker_api.names import TINKER_SCHEME, PathKind, run_id, session_name, tinker_path
 from raysessions.gateway.tinker_api.requests import Desk

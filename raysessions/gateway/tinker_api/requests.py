@@ -9,16 +9,14 @@ from fastapi import Depends, Request
 
 from raysessions.errors import ValidationError
 from raysessions.gateway.bodies import json_body
-from raysessions.gateway.state import GatewayState
 from raysessions.gateway.tinker_api.desk import TinkerDesk
 
 R = TypeVar("R", bound=pydantic.BaseModel)
 
 
 def _desk(request: Request) -> TinkerDesk:
-    state: GatewayState = request.app.state.gateway
-    assert state.tinker is not None
-    return state.tinker
+    desk: TinkerDesk = request.app.state.tinker
+    return desk
 
 
 Desk = Annotated[TinkerDesk, Depends(_desk)]

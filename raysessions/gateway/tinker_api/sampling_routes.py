@@ -13,9 +13,9 @@ from tinker.types.join_sampling_session_request import JoinSamplingSessionReques
 from tinker.types.sample_request import SampleRequest
 
 from raysessions.future import APIFuture
+from raysessions.gateway.access import Key
 from raysessions.gateway.bodies import json_body
 from raysessions.gateway.errors import HttpError
-from raysessions.gateway.state import Key
 from raysessions.gateway.tinker_api import operations
 from raysessions.gateway.tinker_api.names import TINKER_SCHEME, tinker_path, version_uri
 from raysessions.gateway.tinker_api.requests import Desk, read

@@ -10,8 +10,8 @@ from fastapi import APIRouter, Request
 from tinker.types.create_session_request import CreateSessionRequest
 from tinker.types.session_heartbeat_request import SessionHeartbeatRequest
 
+from raysessions.gateway.access import Key
 from raysessions.gateway.errors import HttpError
-from raysessions.gateway.state import Key
 from raysessions.gateway.tinker_api.names import run_id
 from raysessions.gateway.tinker_api.requests import Desk, read
 from raysessions.models import context_length, local_folder

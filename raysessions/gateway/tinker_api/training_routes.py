@@ -17,9 +17,9 @@ from tinker.types.save_weights_request import SaveWeightsRequest
 
 from raysessions.config import LoraConfig
 from raysessions.errors import RaySessionsError
+from raysessions.gateway.access import Key
 from raysessions.gateway.bodies import body_of, json_body
 from raysessions.gateway.errors import HttpError
-from raysessions.gateway.state import Key
 from raysessions.gateway.tinker_api import operations
 from raysessions.gateway.tinker_api.desk import TinkerDesk
 from raysessions.gateway.tinker_api.names import version_uri

@@ -8,8 +8,8 @@ from http import HTTPStatus
 
 from fastapi import APIRouter
 
+from raysessions.gateway.access import Key
 from raysessions.gateway.errors import HttpError
-from raysessions.gateway.state import Key
 
 UNSUPPORTED = {
     ("POST", "/auth/token"): "Tokens are not issued: give an API key of `raysessions keys create`.",
