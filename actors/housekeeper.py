@@ -9,7 +9,9 @@ import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
 
+from raysessions.actors.cluster_metrics import ClusterMetrics
 from raysessions.actors.manager_records import ManagerRecords, SessionRecord, SharedActor
+from raysessions.actors.protocol import PoolStatus
 from raysessions.actors.usage_meter import ActivityReport
 from raysessions.errors import RaySessionsError
 from raysessions.session_summary import SessionState
@@ -40,12 +42,14 @@ class Housekeeper:
         self._unwritten: set[str] = set()
         """Sessions whose totals the ledger has not."""
         self._writing = asyncio.Lock()
+        self._metrics = ClusterMetrics()
 
     async def run(self) -> None:
         written_at = time.monotonic()
         while True:
             await asyncio.sleep(EVERY_S)
             await self.look_around()
+            await self._measure()
             for record in list(self._records.sessions.values()):
                 reason = _why_it_is_over(record)
                 if reason is not None and record.state != "stopping":
@@ -116,9 +120,23 @@ class Housekeeper:
             if (record := self._records.sessions.get(session_id)) is not None:
                 record.used_at = max(record.used_at, now - idle_s)
         for session_id, (count, usage) in report.usage.items():
-            if self._totals[session_id].get(count) != usage:
+            before = self._totals[session_id].get(count, Usage())
+            if before != usage:
                 self._totals[session_id][count] = usage
                 self._unwritten.add(session_id)
+                if (record := self._records.sessions.get(session_id)) is not None:
+                    self._metrics.used(record.saves.tenant, record.base_model, before, usage)
+
+    async def _measure(self) -> None:
+        """Ray's metrics of what there is now."""
+        self._metrics.sessions(record.state for record in self._records.sessions.values())
+        for key, shared in list(self._records.pools.items()):
+            try:
+                status: PoolStatus = await asyncio.wait_for(shared.actor.status.remote(), ANSWER_S)
+            except Exception as error:  # as above
+                log.debug("raysessions: %s did not tell its status: %s", shared.name, error)
+            else:
+                self._metrics.pool(key.partition("\n")[0], status)
 
 
 def _why_it_is_over(record: SessionRecord) -> str | None:

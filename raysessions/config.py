@@ -127,6 +127,8 @@ class SamplingConfig(ActorConfig):
     refused."""
     reasoning_parser: str | None = None
     """vLLM's parser of reasoning for OpenAI's API ("qwen3", "deepseek_r1", …). None: thoughts are part of the text."""
+    engine_metrics: bool = False
+    """vLLM's own metrics (use of the KV cache, requests that run and wait, time to the first token) go out as Ray's."""
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vLLM's AsyncEngineArgs."""
 

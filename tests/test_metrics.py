@@ -1,55 +1,57 @@
-"""Metrics of parts merged into metrics of the whole."""
+"""What Ray exports for Prometheus: operations, tokens, queues, versions, the gateway's requests, vLLM's KV cache."""
 
-import numpy as np
-import pytest
+from __future__ import annotations
 
-from raysessions.actors.maths.metrics import Part, merge
+import re
 
+import httpx
+import ray
+from pools import PROMPT, greedy
+from prometheus_client.parser import text_string_to_metric_families
+from waiting import wait_for
 
-def test_each_suffix_merges_its_way():
-    parts = [
-        {"loss:sum": Part(1.5), "kl:mean": Part(2.0, 3), "length:min": Part(4.0), "norm:max": Part(-1.0)},
-        {"loss:sum": Part(-0.5), "kl:mean": Part(5.0, 1), "length:min": Part(2.0), "norm:max": Part(-3.0)},
-        {"loss:sum": Part(4.0), "kl:mean": Part(-1.0, 4), "length:min": Part(9.0), "norm:max": Part(-2.0)},
-    ]
-    mean = np.average([2.0, 5.0, -1.0], weights=[3, 1, 4])
-    assert merge(parts) == {"loss:sum": 5.0, "kl:mean": pytest.approx(mean), "length:min": 2.0, "norm:max": -1.0}
+import raysessions as rs
 
 
-def test_a_mean_counts_each_part_by_its_tokens_whatever_the_split():
-    values = np.random.default_rng(0).normal(size=20)
-    for bounds in ([20], [1, 20], [3, 4, 11, 20], list(range(1, 21))):
-        chunks = np.split(values, bounds[:-1])
-        merged = merge({"kl:mean": Part(chunk.mean(), len(chunk))} for chunk in chunks)
-        assert merged["kl:mean"] == pytest.approx(values.mean(), rel=1e-12)
+def exported() -> dict[str, list[tuple[dict[str, str], float]]]:
+    """The samples of each of our metrics, and vLLM's, on this node."""
+    port = ray.nodes()[0]["MetricsExportPort"]
+    found: dict[str, list[tuple[dict[str, str], float]]] = {}
+    for family in text_string_to_metric_families(httpx.get(f"http://127.0.0.1:{port}/metrics").text):
+        for sample in family.samples:
+            name = re.sub(r"^ray_|_total$", "", sample.name)
+            if name.startswith(("raysessions", "vllm")):
+                found.setdefault(re.sub(r"_total$", "", name), []).append((sample.labels, sample.value))
+    return found
 
 
-def test_weights_change_means_only():
-    parts = [{"a:sum": Part(1.0, 0), "b:min": Part(1.0, 0), "c:max": Part(1.0, 0)}, {"a:sum": Part(2.0, 5)}]
-    assert merge(parts) == {"a:sum": 3.0, "b:min": 1.0, "c:max": 1.0}
+def total(metrics, name: str, **labels: str) -> float:
+    return sum(value for found, value in metrics.get(name, []) if labels.items() <= found.items())
 
 
-def test_a_part_of_weight_0_does_not_move_a_mean():
-    assert merge([{"kl:mean": Part(7.0, 2)}, {"kl:mean": Part(1e9, 0)}]) == {"kl:mean": 7.0}
+def test_what_happens_is_measured(gateway):
+    config = gateway.service._settings.sampling.model_copy(update={"engine_metrics": True})
+    with gateway.service.create_lora_training_client(gateway.base_model, rank=4, sampling=config) as training:
+        whose = {"tenant": gateway.service._settings.tenant, "base_model": gateway.base_model}
+        before = exported()
+        sampler = training.save_weights_and_get_sampling_client()
+        sampler.sample(PROMPT, 2, greedy(10)).result()
+        training.forward_backward([rs.datum_for_supervised([5, 6, 7], [1.0] * 3)]).result()
+        training.optim_step().result()
+        httpx.get(f"{gateway.url}/v1/models", headers=gateway.headers)
+        httpx.get(f"{gateway.url}/v1/models")
 
+        def grown(name: str, **labels: str) -> float:
+            return total(exported(), name, **labels) - total(before, name, **labels)
 
-def test_a_mean_of_no_weight_at_all_is_0():
-    assert merge([{"kl:mean": Part(3.0, 0)}, {"kl:mean": Part(4.0, 0)}]) == {"kl:mean": 0.0}
-
-
-def test_a_metric_that_only_some_parts_have_is_merged_over_those():
-    assert merge([{"loss:sum": Part(1.0)}, {"kl:mean": Part(2.0)}, {"loss:sum": Part(3.0)}]) == {
-        "loss:sum": 4.0,
-        "kl:mean": 2.0,
-    }
-    assert merge([]) == {}
-
-
-def test_the_last_colon_of_a_name_decides():
-    assert merge([{"reward:max:sum": Part(1.0)}, {"reward:max:sum": Part(2.0)}]) == {"reward:max:sum": 3.0}
-
-
-@pytest.mark.parametrize("name", ["loss", "loss:total", "loss:", "loss:Sum", "sum", ""])
-def test_a_name_without_a_known_suffix_is_refused_with_the_known_ones(name: str):
-    with pytest.raises(ValueError, match=f"Metric '{name}' must end in one of :sum, :mean, :min, :max"):
-        merge([{"fine:sum": Part(1.0)}, {name: Part(1.0)}])
+        wait_for(lambda: grown("raysessions_operations", kind="optim_step", **whose) == 1, 60)
+        wait_for(lambda: grown("raysessions_tokens", kind="sampled", **whose) == 20, 60)
+        assert grown("raysessions_tokens", kind="trained", **whose) == 2
+        assert grown("raysessions_tokens", kind="prefilled", **whose) == PROMPT.length
+        now = exported()
+        assert total(now, "raysessions_sessions", state="running") >= 1
+        assert total(now, "raysessions_live_versions", base_model=gateway.base_model) >= 1
+        assert "raysessions_queued_requests" in now
+        wait_for(lambda: grown("raysessions_gateway_requests", route="/v1/models", status="200") == 1, 60)
+        assert grown("raysessions_gateway_requests", route="/v1/models", status="401") == 1
+        wait_for(lambda: any("kv_cache_usage" in name for name in exported()), 60)

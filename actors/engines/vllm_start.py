@@ -14,6 +14,7 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.utils.ompmultiprocessing import OMPProcessManager
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
+from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger
 
 from raysessions.actors.engines import cpu_kernels, vllm_plugin
 from raysessions.actors.protocol import CoreShare
@@ -35,7 +36,11 @@ def start(arguments: dict[str, Any]) -> AsyncLLM:
         if config.parallel_config.distributed_executor_backend is UniProcExecutor:  # vLLM sets it for workers' processes only
             stack.enter_context(OMPProcessManager(config).configure_omp_envs(0, 0))
         try:
-            return AsyncLLM.from_vllm_config(config, disable_log_stats=given.disable_log_stats)
+            return AsyncLLM.from_vllm_config(
+                config,
+                stat_loggers=None if given.disable_log_stats else [RayPrometheusStatLogger],
+                disable_log_stats=given.disable_log_stats,
+            )
         except RuntimeError as error:  # vLLM tells why in its own process's words, which go to the actor's log
             _check_cache(config)
             raise SamplingPoolError(
@@ -69,7 +74,7 @@ def engine_arguments(
         "max_model_len": config.max_model_len,
         "enable_prefix_caching": True,
         "worker_extension_cls": "raysessions.actors.engines.vllm_worker.AdapterWorker",
-        "disable_log_stats": True,
+        "disable_log_stats": not config.engine_metrics,
     }
     if with_adapters:
         arguments |= {

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
+from collections import Counter as Count
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
+
+from ray.util.metrics import Counter
 
 from raysessions.errors import RequestCancelledError
 from raysessions.gateway.errors import HttpError
@@ -40,8 +42,9 @@ class Futures:
 
     def __init__(self) -> None:
         self._futures: dict[str, Future] = {}
-        self._open: Counter[str] = Counter()
+        self._open: Count[str] = Count()
         """Of each tenant."""
+        self._failures = Counter("raysessions_gateway_failed_futures", "Of the tinker SDK, by error.", ("error",))
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._futures
@@ -55,7 +58,7 @@ class Futures:
             work.close()
             raise HttpError(HTTPStatus.TOO_MANY_REQUESTS, f"{MAX_OPEN} futures of this key are open: fetch some first.", 1.0)
         self._open[tenant] += 1
-        self._futures[request_id] = Future(tenant, asyncio.create_task(_answered(work)), can_be_cancelled)
+        self._futures[request_id] = Future(tenant, asyncio.create_task(_answered(work, self._failures)), can_be_cancelled)
 
     async def retrieve(self, request_id: str, tenant: str) -> Reply | None:
         """None: not yet. Raises `HttpError` 410 for a future that is not there."""
@@ -81,10 +84,11 @@ class Futures:
             self._open[self._futures.pop(request_id).tenant] -= 1
 
 
-async def _answered(work: Coroutine[Any, Any, Reply]) -> Reply:
+async def _answered(work: Coroutine[Any, Any, Reply], failures: Counter) -> Reply:
     try:
         return await work
     except asyncio.CancelledError:
         return failure_of(RequestCancelledError("Cancelled."))
     except Exception as error:
+        failures.inc(1, {"error": type(error).__name__})
         return failure_of(error)
