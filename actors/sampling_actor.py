@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import ray
 
-from raysessions.actors.protocol import CoreShare, ModelFacts, OpenAiPart
+from raysessions.actors.protocol import CoreShare, ModelFacts, OpenAiHead, OpenAiPart, TokenCount
 from raysessions.config import SamplingConfig
 from raysessions.models import local_folder
 from raysessions.operations import OpenAiRequest, SampleRequest
@@ -61,6 +61,14 @@ class SamplingActor:
     async def answer(self, request: OpenAiRequest, adapter_id: int | None) -> AsyncIterator[OpenAiPart]:
         async for part in self._engine.answer(request, adapter_id):
             yield part
+
+    async def answer_whole(self, request: OpenAiRequest, adapter_id: int | None) -> tuple[OpenAiHead, str, TokenCount]:
+        """The head, the body in one piece, and what it took."""
+        parts = [part async for part in self._engine.answer(request, adapter_id)]
+        head, *body, count = parts
+        assert isinstance(head, OpenAiHead)
+        assert isinstance(count, TokenCount)
+        return head, "".join(part for part in body if isinstance(part, str)), count
 
     async def check_health(self, timeout_s: float) -> None:
         await self._engine.check_health(timeout_s)

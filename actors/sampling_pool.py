@@ -3,34 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from typing import TypeVar
 
 import ray
 
 from raysessions.actors.deadline import within
 from raysessions.actors.live_versions import LiveVersions, call
 from raysessions.actors.phases import SamplingPhases
-from raysessions.actors.protocol import ModelFacts, OpenAiPart, PoolStatus, ReplicaFailedError, TokenCount
-from raysessions.actors.sampling_queue import RequestQueue, Ticket
+from raysessions.actors.protocol import ModelFacts, OpenAiHead, OpenAiPart, PoolStatus, TokenCount
+from raysessions.actors.sampling_dispatcher import Dispatcher
+from raysessions.actors.sampling_queue import Ticket
 from raysessions.actors.sampling_replica import Replica
 from raysessions.actors.sampling_replicas import ReplicaSet
-from raysessions.actors.sampling_router import blocks_of, choose
+from raysessions.actors.sampling_router import blocks_of
 from raysessions.actors.sampling_versions import Version
 from raysessions.actors.saved_versions import SavedVersions
 from raysessions.actors.usage_meter import ActivityReport, UsageMeter
 from raysessions.adapter_weights import AdapterWeights
 from raysessions.config import SamplingConfig
-from raysessions.errors import RequestTimeoutError, SamplingPoolError
+from raysessions.errors import RequestTimeoutError, SamplingPoolError, SessionStoppedError
 from raysessions.models import local_folder, tokenizer_files
-from raysessions.operations import OpenAiRequest, SampleRequest
+from raysessions.operations import NewestVersion, OpenAiRequest, SampleRequest
 from raysessions.storage_location import StoredUri
 from raysessions.types import SampleResponse, SamplingParams
+from raysessions.uris import new_token
 from raysessions.usage import Usage
 
-TURN_S = 0.5
-"""How long a version may wait for a slot in the engines' batches before another has to let its requests run out."""
-MAX_ATTEMPTS = 3
-"""Replicas that may fail under one request before it is held to be the cause."""
+T = TypeVar("T")
 
 
 class SamplingPool:
@@ -53,17 +53,20 @@ class SamplingPool:
         self._meter = UsageMeter()
         self._phases = SamplingPhases()
         self._live = LiveVersions(config, saved, self._phases, self.start)
-        self._queue: RequestQueue[Replica] = RequestQueue(config.max_queued_requests)
+        self._dispatcher = Dispatcher(config.max_queued_requests, self._live, self._phases)
+        self._newest: dict[str, StoredUri | None] = {}
+        self._met: dict[str, NewestVersion] = {}
+        """By session."""
         self._replicas = ReplicaSet(
             base_model,
             config,
             None if merged is None else (ray.put(merged[1]),),
             saved.read_copy,
             prepare=self._live.bind_all,
-            changed=self._dispatch,
+            changed=self._dispatcher.dispatch,
             ruined=self._fail,
         )
-        self._live.replicas = self._replicas
+        self._live.replicas = self._dispatcher.replicas = self._replicas
         self._starting: asyncio.Task[None] | None = None
 
     async def phase(self) -> str:
@@ -94,41 +97,49 @@ class SamplingPool:
     async def publish(self, uri: StoredUri, session_id: str, weights: tuple[ray.ObjectRef], num_modules: int) -> None:
         """Makes `uri` live on every replica, or on none. Safe to call again."""
         await self._live.publish(uri, session_id, weights, num_modules)
+        self._newest[session_id] = uri
 
     async def load(self, uri: StoredUri) -> tuple[ray.ObjectRef]:
         """Makes a saved version live, for as long as anybody holds the object returned. Raises `SamplerExpiredError` when it is
         neither live nor saved."""
         return await self._live.load(uri)
 
-    async def sample(self, client_id: str, session_id: str, uri: StoredUri | None, request: SampleRequest) -> SampleResponse:
-        """Samples from the version `uri`, or from the base model, on `session_id`'s account. Raises `SamplerExpiredError` once
-        it is retired, `BackPressureError` when too many wait, `RequestTimeoutError` when its time is over."""
-        self._meter.touch(session_id)
-        await self.start()
-        version = None if uri is None or uri == self._merged_uri else await self._live.get(uri)
-        try:
-            async with asyncio.timeout(self._config.request_timeout_s):
-                response = await self._sample(client_id, version, request)
-        except TimeoutError as error:
-            raise self._too_late() from error
-        num_tokens = sum(len(sequence.tokens) for sequence in response.sequences)
-        self._meter.add(session_id, Usage(sample_requests=1, prefilled_tokens=len(request.prompt), sampled_tokens=num_tokens))
+    async def sample(
+        self, client_id: str, session_id: str, asked: StoredUri | NewestVersion | None, request: SampleRequest
+    ) -> SampleResponse:
+        """Samples from the version `asked` for, None: from the base model, on `session_id`'s account. Raises
+        `SamplerExpiredError` once it is retired, `BackPressureError` when too many wait, `RequestTimeoutError` when its time is
+        over."""
+        version = await self._version(session_id, asked)
+        new_tokens = request.params.max_tokens or self._replicas.facts.context_length - len(request.prompt)
+        num_tokens = len(request.prompt) + request.num_samples * new_tokens
+        ticket = _ticket(client_id, version, request, num_tokens, request.prompt)
+        response = await self._in_time(self._dispatcher.run(ticket, lambda replica: replica.sample(ticket)))
+        sampled_tokens = sum(len(sequence.tokens) for sequence in response.sequences)
+        self._count(session_id, TokenCount(len(request.prompt), sampled_tokens))
         return response
 
     async def answer(
-        self, client_id: str, session_id: str, uri: StoredUri | None, request: OpenAiRequest
+        self, client_id: str, session_id: str, asked: StoredUri | NewestVersion | None, request: OpenAiRequest
+    ) -> tuple[OpenAiHead, str]:
+        """OpenAI's API, for an answer in one piece: its head and its body. Raises as `sample` does."""
+        version = await self._version(session_id, asked)
+        ticket = _ticket(client_id, version, request, request.num_tokens, request.text)
+        head, body, count = await self._in_time(self._dispatcher.run(ticket, lambda replica: replica.answer_whole(ticket)))
+        self._count(session_id, count)
+        return head, body
+
+    async def stream(
+        self, client_id: str, session_id: str, asked: StoredUri | NewestVersion | None, request: OpenAiRequest
     ) -> AsyncIterator[OpenAiPart]:
-        """OpenAI's API on the version `uri`, or the base model, in parts as they come. Raises as `sample` does; a replica that
-        fails is replaced by another until the first part is out."""
-        self._meter.touch(session_id)
-        await self.start()
-        version = None if uri is None or uri == self._merged_uri else await self._live.get(uri)
-        ticket = self._ticket(client_id, version, request, request.num_tokens, request.text)
+        """OpenAI's API, for an answer in parts as they come. Raises as `sample` does; a replica that fails is replaced by
+        another until the first part is out."""
+        version = await self._version(session_id, asked)
+        ticket = _ticket(client_id, version, request, request.num_tokens, request.text)
         try:
-            async for part in within(self._config.request_timeout_s, self._answer(ticket)):
+            async for part in within(self._config.request_timeout_s, self._dispatcher.stream(ticket)):
                 if isinstance(part, TokenCount):
-                    usage = Usage(sample_requests=1, prefilled_tokens=part.prompt, sampled_tokens=part.sampled)
-                    self._meter.add(session_id, usage)
+                    self._count(session_id, part)
                 else:
                     yield part
         except TimeoutError as error:
@@ -150,12 +161,20 @@ class SamplingPool:
         """The session's newest version that is live."""
         return self._live.newest(session_id)
 
+    async def meet(self, session_id: str, newest: StoredUri | None) -> NewestVersion:
+        """By what a running session's newest version can be asked for. `newest`: that version, for a pool whose process died
+        and has forgotten."""
+        self._newest.setdefault(session_id, newest)
+        return self._met.setdefault(session_id, NewestVersion(new_token()))
+
     async def weights(self, uri: StoredUri) -> tuple[str, tuple[ray.ObjectRef]]:
         """Of a live version: its base model, and an AdapterWeights."""
         return self._base_model, self._live.weights(uri)
 
     async def drop_session(self, session_id: str) -> None:
         self._live.drop_session(session_id)
+        self._newest.pop(session_id, None)
+        self._met.pop(session_id, None)
         self._meter.forget(session_id)
 
     async def rest(self, host_id: str) -> None:
@@ -171,10 +190,10 @@ class SamplingPool:
             if not self._phases.is_training:
                 await asyncio.gather(*(call(replica, replica.wake_up) for replica in self._replicas.serving))
                 self._phases.awake()
-        self._dispatch()
+        self._dispatcher.dispatch()
 
     async def status(self) -> PoolStatus:
-        return PoolStatus(len(self._queue), len(self._live), [replica.status() for replica in self._replicas.serving])
+        return PoolStatus(len(self._dispatcher), len(self._live), [replica.status() for replica in self._replicas.serving])
 
     async def num_unfinished(self) -> int:
         """Requests that the engines themselves have."""
@@ -187,98 +206,32 @@ class SamplingPool:
         """Ends the replicas and their engines' processes; what waits fails."""
         if self._starting is not None:
             self._starting.cancel()
-        self._queue.fail(SamplingPoolError("The samplers were stopped."))
+        self._dispatcher.fail(SamplingPoolError("The samplers were stopped."))
         await self._replicas.stop()
 
     async def _start(self) -> None:
         await asyncio.to_thread(local_folder, self._base_model)  # an unknown model fails before anything is placed
         await self._replicas.scale(self._config.num_replicas)
 
-    async def _sample(self, client_id: str, version: Version | None, request: SampleRequest) -> SampleResponse:
-        new_tokens = request.params.max_tokens or self._replicas.facts.context_length - len(request.prompt)
-        num_tokens = len(request.prompt) + request.num_samples * new_tokens
-        ticket = self._ticket(client_id, version, request, num_tokens, request.prompt)
-        self._queue.put(ticket)
-        while True:
-            replica = await self._placed(ticket)
-            try:
-                return await replica.sample(ticket)
-            except ReplicaFailedError as error:
-                self._put_back(ticket, error)
-            finally:
-                self._release(replica, ticket)
+    async def _version(self, session_id: str, asked: StoredUri | NewestVersion | None) -> Version | None:
+        self._meter.touch(session_id)
+        await self.start()
+        if isinstance(asked, NewestVersion):
+            if self._met.get(session_id) != asked:
+                raise SessionStoppedError(f"Session {session_id} has ended, or its samplers' process has: ask the manager.")
+            asked = self._newest[session_id]
+        return None if asked is None or asked == self._merged_uri else await self._live.get(asked)
 
-    async def _answer(self, ticket: Ticket[Replica]) -> AsyncGenerator[OpenAiPart, None]:
-        self._queue.put(ticket)
-        while True:
-            replica, has_begun = await self._placed(ticket), False
-            try:
-                async for part in replica.answer(ticket):
-                    has_begun = True
-                    yield part
-                return
-            except ReplicaFailedError as error:
-                if has_begun:
-                    raise SamplingPoolError(
-                        f"The sampler replica failed in the middle of its answer: ask again. {error}"
-                    ) from error
-                self._put_back(ticket, error)
-            finally:
-                self._release(replica, ticket)
-
-    def _ticket(
-        self,
-        client_id: str,
-        version: Version | None,
-        request: SampleRequest | OpenAiRequest,
-        num_tokens: int,
-        prompt: Sequence[int],
-    ) -> Ticket[Replica]:
-        blocks = blocks_of(prompt, None if version is None else version.adapter_id)
-        return Ticket(client_id, version, request, num_tokens, blocks)
-
-    def _put_back(self, ticket: Ticket[Replica], error: ReplicaFailedError) -> None:
-        """Its replica failed under the request: another will have it. Raises `SamplingPoolError` when too many have."""
-        ticket.failures += 1
-        if ticket.failures == MAX_ATTEMPTS:
-            raise SamplingPoolError(
-                f"{MAX_ATTEMPTS} sampler replicas failed under this request, so it was given up. The last one: {error}"
-            ) from error
-        self._queue.put_back(ticket)
-
-    async def _placed(self, ticket: Ticket[Replica]) -> Replica:
-        """Waits for a replica with room."""
-        self._dispatch()
+    async def _in_time(self, answer: Awaitable[T]) -> T:
         try:
-            return await asyncio.shield(ticket.placed)
-        except asyncio.CancelledError:
-            self._queue.remove(ticket)
-            if ticket.placed.done() and not ticket.placed.exception():
-                self._release(ticket.placed.result(), ticket)
-            raise
+            async with asyncio.timeout(self._config.request_timeout_s):
+                return await answer
+        except TimeoutError as error:
+            raise self._too_late() from error
 
-    def _release(self, replica: Replica, ticket: Ticket[Replica]) -> None:
-        replica.release(ticket)
-        if ticket.version is not None and ticket.version.is_retired:
-            self._live.free_retired()
-        self._dispatch()
-
-    def _dispatch(self) -> None:
-        """Gives a replica to every request that can have one."""
-        while self._queue.place(self._choose):
-            pass
-
-    def _choose(self, ticket: Ticket[Replica]) -> Replica | None:
-        if not self._phases.may_sample:
-            return None
-        with_room = [replica for replica in self._replicas.serving if replica.has_room()]
-        if admitting := [replica for replica in with_room if replica.admits(ticket.adapter_id)]:
-            replica = choose(admitting, ticket.blocks)
-            replica.reserve(ticket)
-            return replica
-        if with_room and ticket.waited_s > TURN_S and not any(replica.is_making_a_slot for replica in with_room):
-            min(with_room, key=lambda replica: replica.outstanding_tokens).make_a_slot()
-        return None
+    def _count(self, session_id: str, count: TokenCount) -> None:
+        usage = Usage(sample_requests=1, prefilled_tokens=count.prompt, sampled_tokens=count.sampled)
+        self._meter.add(session_id, usage)
 
     def _too_late(self) -> RequestTimeoutError:
         return RequestTimeoutError(
@@ -289,7 +242,18 @@ class SamplingPool:
     def _fail(self, error: SamplingPoolError) -> None:
         """No replica is left: what waits fails, and the next request starts the pool again."""
         self._starting = None
-        self._queue.fail(error)
+        self._dispatcher.fail(error)
+
+
+def _ticket(
+    client_id: str,
+    version: Version | None,
+    request: SampleRequest | OpenAiRequest,
+    num_tokens: int,
+    prompt: Sequence[int],
+) -> Ticket[Replica]:
+    blocks = blocks_of(prompt, None if version is None else version.adapter_id)
+    return Ticket(client_id, version, request, num_tokens, blocks)
 
 
 async def _rest(replica: Replica) -> None:

@@ -14,7 +14,15 @@ from ray.exceptions import ObjectLostError
 
 from raysessions.actors.answer import answer
 from raysessions.actors.placement import Placed, place_engine_actors
-from raysessions.actors.protocol import CoreShare, ModelFacts, OpenAiPart, ReplicaFailedError, ReplicaStatus
+from raysessions.actors.protocol import (
+    CoreShare,
+    ModelFacts,
+    OpenAiHead,
+    OpenAiPart,
+    ReplicaFailedError,
+    ReplicaStatus,
+    TokenCount,
+)
 from raysessions.actors.sampling_actor import SamplingActor
 from raysessions.actors.sampling_queue import Ticket
 from raysessions.actors.sampling_router import PrefixIndex
@@ -127,6 +135,16 @@ class Replica:
                 # Shielded: a request that is cancelled must not leave an adapter half loaded.
                 await asyncio.shield(asyncio.ensure_future(self.bind(ticket.version)))
             return await _answered(self.actor.sample.remote(ticket.request, ticket.adapter_id))
+        except ReplicaFailedError as error:
+            self.fail(error)
+            raise
+
+    async def answer_whole(self, ticket: Ticket[Replica]) -> tuple[OpenAiHead, str, TokenCount]:
+        """As `sample`: the answer's head, its body, and what it took."""
+        try:
+            if ticket.version is not None:
+                await asyncio.shield(asyncio.ensure_future(self.bind(ticket.version)))
+            return await _answered(self.actor.answer_whole.remote(ticket.request, ticket.adapter_id))
         except ReplicaFailedError as error:
             self.fail(error)
             raise

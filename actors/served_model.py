@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import ray
 
-from raysessions.actors.protocol import CoreShare, OpenAiPart
+from raysessions.actors.protocol import CoreShare, OpenAiHead, OpenAiPart, TokenCount
 from raysessions.actors.sampling_actor import SamplingActor
 from raysessions.config import SamplingConfig
 from raysessions.operations import OpenAiRequest
@@ -39,6 +39,9 @@ class ServedModel:
 
     def answer(self, request: OpenAiRequest) -> AsyncIterator[OpenAiPart]:
         return self._actor.answer(request, self._adapter_id)
+
+    async def answer_whole(self, request: OpenAiRequest) -> tuple[OpenAiHead, str, TokenCount]:
+        return await self._actor.answer_whole(request, self._adapter_id)
 
     async def check_health(self, timeout_s: float) -> None:
         """Raises `ReplicaFailedError`."""

@@ -19,7 +19,7 @@ from raysessions.actors.registry_desk import RegistryDesk
 from raysessions.actors.shared_actors import SharedActors, host_key_of, pool_key_of
 from raysessions.adapter_weights import AdapterWeights
 from raysessions.errors import ConfigError, PlacementError, SessionError, SessionExpiredError, SessionStoppedError
-from raysessions.operations import SamplerRequest, SessionRequest
+from raysessions.operations import SamplerRequest, SaveSettings, SessionRequest
 from raysessions.quota import Quota
 from raysessions.responses import SessionInfo
 from raysessions.saved_adapter import read_adapter
@@ -105,16 +105,16 @@ class SessionManager(RegistryDesk):
                 return pool.actor, session_id
         return None
 
-    async def find_session(self, tenant: str, session_id: str) -> tuple[Any, Any, SessionInfo] | None:
-        """The host, the pool and the info of a tenant's running training session; None if the tenant has none of that name.
-        Raises what became of it if it has ended."""
+    async def find_session(self, tenant: str, session_id: str) -> tuple[Any, Any, SessionInfo, SaveSettings] | None:
+        """The host, the pool, the info of a tenant's running training session, and where it saves; None if the tenant has none
+        of that name. Raises what became of it if it has ended."""
         ended = self._records.ended.get(session_id)
         record = self._records.sessions.get(session_id)
         if record is None and ended is not None and ended.saves.tenant == tenant:
             raise self._ending(session_id)
         if record is None or record.saves.tenant != tenant or record.info is None or record.host_key is None:
             return None
-        return self._records.shared(record).actor, self._records.pools[record.pool_key].actor, record.info
+        return self._records.shared(record).actor, self._records.pools[record.pool_key].actor, record.info, record.saves
 
     async def attach(self, session_id: str) -> tuple[Any, Any, SessionInfo, StorageLocation, float | None]:
         """A detached session's host, pool, info, location and lease. Raises what became of it if it has ended."""

@@ -120,6 +120,15 @@ class SampleRequest:
     topk_prompt_logprobs: int
 
 
+@dataclass(frozen=True, slots=True)
+class NewestVersion:
+    """What a sampler is asked for by the name of a session: its newest version, whichever that is when the request comes; the
+    base model before the first one."""
+
+    token: str
+    """Of the session, as its samplers met it: a later one may have the same name."""
+
+
 BYTES_PER_TOKEN = 4
 """Of text, about."""
 TYPICAL_ANSWER = 256

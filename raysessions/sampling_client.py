@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from ray.exceptions import RayError
 
 from raysessions.errors import ConfigError
 from raysessions.future import APIFuture, own_error
-from raysessions.operations import OpenAiRequest, SampleRequest
+from raysessions.operations import NewestVersion, OpenAiRequest, SampleRequest
 from raysessions.storage_location import StoredUri
 from raysessions.tokenizer import load_tokenizer
 from raysessions.types import ModelInput, SampleResponse, SamplingParams, as_model_input, as_typed
@@ -26,7 +27,7 @@ class SamplingClient:
     def __init__(
         self,
         pool: Any,
-        uri: StoredUri | None,
+        uri: StoredUri | NewestVersion | None,
         lease: ray.ObjectRef | None,
         *,
         session_id: str,
@@ -46,7 +47,7 @@ class SamplingClient:
     @property
     def version(self) -> str | None:
         """`raysessions://SESSION/vN`, or None for the base model."""
-        return None if self._uri is None else str(self._uri)
+        return str(self._uri) if isinstance(self._uri, StoredUri) else None
 
     def sample(
         self,
@@ -82,10 +83,18 @@ class SamplingClient:
             self._pool.compute_logprobs.remote(self._client_id, self._session_id, self._uri, self._checked(prompt, 1))
         )
 
-    async def answer(self, request: OpenAiRequest) -> AsyncGenerator[OpenAiHead | str, None]:
-        """OpenAI's API on this version, for a server: how the answer begins, then its body in parts. A reader who stops early
-        cancels it."""
-        parts = self._pool.answer.options(num_returns="streaming").remote(self._client_id, self._session_id, self._uri, request)
+    async def answer(self, request: OpenAiRequest) -> tuple[OpenAiHead, str]:
+        """OpenAI's API on this version, for a server: the answer's head and its body, in one piece."""
+        answered = self._pool.answer.remote(self._client_id, self._session_id, self._uri, request)
+        try:
+            return await APIFuture(answered)
+        except asyncio.CancelledError:  # its caller is gone
+            ray.cancel(answered)
+            raise
+
+    async def stream(self, request: OpenAiRequest) -> AsyncGenerator[OpenAiHead | str, None]:
+        """Likewise, in parts as they come. A reader who stops early cancels it."""
+        parts = self._pool.stream.options(num_returns="streaming").remote(self._client_id, self._session_id, self._uri, request)
         is_over = False
         try:
             async for part in parts:

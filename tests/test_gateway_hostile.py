@@ -33,7 +33,7 @@ SDK_ROUTES = (
     "weights_info",
 )
 ROUTES = [*(f"/api/v1/{route}" for route in SDK_ROUTES), "/v1/chat/completions", "/v1/completions"]
-WORDS = "model model_id seq_id session_id messages prompt path request_id sampling_params tags n".split()
+WORDS = [
     "model",
     "model_id",
     "seq_id",

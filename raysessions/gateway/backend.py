@@ -17,7 +17,7 @@ from raysessions.future import APIFuture
 from raysessions.gateway.config import GatewayConfig
 from raysessions.gateway.errors import HttpError
 from raysessions.gateway.tinker_api.names import TINKER_SCHEME, session_name, version_uri
-from raysessions.operations import StartingPoint
+from raysessions.operations import NewestVersion, SaveSettings, StartingPoint
 from raysessions.responses import CheckpointInfo, SessionInfo
 from raysessions.sampling_client import SamplingClient, open_sampling_client
 from raysessions.session_starter import session_request
@@ -48,12 +48,10 @@ class Backend:
     async def sampler(self, tenant: str, model: str) -> SamplingClient:
         """Of a session's newest version, a version, or a base model. Raises `HttpError` 404 if the tenant has none such."""
         is_version = model.startswith((SCHEME, TINKER_SCHEME))
-        if not is_version and (newest := await self._newest_of(tenant, session_name(model))):
-            return newest
-        key = (tenant, str(version_uri(model)) if is_version else model)
+        key = (tenant, str(version_uri(model)) if is_version else session_name(model))
         if key not in self._clients:
             if key not in self._opening:
-                open_client = self._open_version if is_version else self._open_base
+                open_client = self._open_version if is_version else self._open_name
                 self._opening[key] = asyncio.create_task(open_client(*key))
             try:
                 client = await asyncio.shield(self._opening[key])
@@ -92,8 +90,8 @@ class Backend:
         info: SessionInfo = created[2]
         return info
 
-    async def find_session(self, tenant: str, name: str) -> tuple[Any, Any, SessionInfo] | None:
-        """The host, the pool and the info of a running session. Raises why it has ended, if it has."""
+    async def find_session(self, tenant: str, name: str) -> tuple[Any, Any, SessionInfo, SaveSettings] | None:
+        """The host, the pool, the info of a running session, and where it saves. Raises why it has ended, if it has."""
         return await APIFuture(self._manager.find_session.remote(tenant, name))
 
     async def renew(self, name: str) -> None:
@@ -147,18 +145,25 @@ class Backend:
         """A call of the service, which blocks, in a thread."""
         return await asyncio.to_thread(function, *args, **keywords)
 
-    async def _newest_of(self, tenant: str, name: str) -> SamplingClient | None:
-        found = await self.find_session(tenant, name)
+    async def _open_name(self, tenant: str, model: str) -> SamplingClient:
+        """Of a session, whose newest version each request gets, or of a base model."""
+        found = await self.find_session(tenant, model)
         if found is None:
-            return None
-        _, pool, info = found
-        uri: StoredUri | None = await APIFuture(pool.newest.remote(name))
-        facts = ModelFacts(info.vocab_size, info.context_length, info.dtype)
-        return await self._client(tenant, pool, uri, name, facts)
-
-    async def _open_base(self, tenant: str, model: str) -> SamplingClient:
-        await self.check_base_model(tenant, model)
-        return await self._start_sampler(tenant, model)
+            await self.check_base_model(tenant, model)
+            return await self._start_sampler(tenant, model)
+        _, pool, info, saves = found
+        newest: StoredUri | None = await APIFuture(pool.newest.remote(model))
+        newest = newest or await self.call(_newest_saved, model, saves)
+        asked: NewestVersion = await APIFuture(pool.meet.remote(model, newest))
+        return SamplingClient(
+            pool,
+            asked,
+            None,
+            session_id=model,
+            vocab_size=info.vocab_size,
+            context_length=info.context_length,
+            client_id=tenant,
+        )
 
     async def _start_sampler(self, tenant: str, base_model: str) -> SamplingClient:
         return await self.call(self.service.create_sampling_client, base_model=base_model, tenant=tenant)
@@ -182,3 +187,10 @@ class Backend:
         keywords: dict[str, Any] = {"session_id": name, "vocab_size": facts.vocab_size, "context_length": facts.context_length}
         keywords["client_id"] = tenant  # all that a tenant asks is one client's, when the samplers let clients take turns
         return await self.call(open_sampling_client, pool, uri, **keywords)
+
+
+def _newest_saved(session_id: str, saves: SaveSettings) -> StoredUri | None:
+    """In the registry: a pool whose process died has forgotten."""
+    versions = saves.location.open_registry().list(saves.group, session_id=session_id)
+    path = next((info.path for info in versions if info.kind != "state"), None)
+    return None if path is None else StoredUri(version_uri(path), saves.location)

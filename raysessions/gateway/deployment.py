@@ -69,9 +69,13 @@ class _OneModel:
         self._model = model
         self.max_body_bytes = spec.max_body_bytes
 
-    async def answer(self, tenant: str, request: OpenAiRequest) -> Parts:
-        if tenant != self._spec.tenant or request.model not in self._names:
-            raise HttpError(HTTPStatus.NOT_FOUND, f"There is no model {request.model!r} for this key.")
+    async def answer(self, tenant: str, request: OpenAiRequest) -> tuple[OpenAiHead, str]:
+        self._check(tenant, request)
+        head, body, _ = await self._model.answer_whole(request)
+        return head, body
+
+    async def stream(self, tenant: str, request: OpenAiRequest) -> Parts:
+        self._check(tenant, request)
         parts = self._parts(request)
         return preceded_by(await anext(parts), parts)
 
@@ -81,6 +85,10 @@ class _OneModel:
     @property
     def _names(self) -> tuple[str, str]:
         return self._spec.name, str(self._spec.uri.uri)
+
+    def _check(self, tenant: str, request: OpenAiRequest) -> None:
+        if tenant != self._spec.tenant or request.model not in self._names:
+            raise HttpError(HTTPStatus.NOT_FOUND, f"There is no model {request.model!r} for this key.")
 
     async def _parts(self, request: OpenAiRequest) -> Parts:
         async for part in self._model.answer(request):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from raysessions.actors.protocol import OpenAiHead
 from raysessions.gateway.backend import Backend
 from raysessions.gateway.openai_routes import Parts, preceded_by
 from raysessions.operations import OpenAiRequest
@@ -13,9 +14,12 @@ class LiveModels:
         self._backend = backend
         self.max_body_bytes = backend.config.max_body_bytes
 
-    async def answer(self, tenant: str, request: OpenAiRequest) -> Parts:
+    async def answer(self, tenant: str, request: OpenAiRequest) -> tuple[OpenAiHead, str]:
+        return await self._backend.with_sampler(tenant, request.model, lambda sampler: sampler.answer(request))
+
+    async def stream(self, tenant: str, request: OpenAiRequest) -> Parts:
         async def ask(sampler: SamplingClient) -> Parts:
-            parts = sampler.answer(request)
+            parts = sampler.stream(request)
             return preceded_by(await anext(parts), parts)
 
         return await self._backend.with_sampler(tenant, request.model, ask)

@@ -27,8 +27,11 @@ class Models(Protocol):
 
     max_body_bytes: int
 
-    async def answer(self, tenant: str, request: OpenAiRequest) -> Parts:
-        """Returns when the answer has begun. Raises `HttpError` 404 if the tenant has no such model."""
+    async def answer(self, tenant: str, request: OpenAiRequest) -> tuple[OpenAiHead, str]:
+        """The head and the body. Raises `HttpError` 404 if the tenant has no such model."""
+
+    async def stream(self, tenant: str, request: OpenAiRequest) -> Parts:
+        """Likewise; returns when the answer has begun."""
 
     async def list_models(self, tenant: str) -> list[tuple[str, float]]:
         """Names, and for how many seconds there has been a model of that name."""
@@ -76,13 +79,14 @@ async def _respond(request: Request, key: ApiKey, models: Models, route: OpenAiR
     model = body.get("model")
     if not isinstance(model, str) or not model:
         raise HttpError(HTTPStatus.BAD_REQUEST, "model is missing: GET /v1/models names those there are.")
-    parts = await models.answer(key.tenant, OpenAiRequest(route, model, body))
-    head = await anext(parts)
-    assert isinstance(head, OpenAiHead)
-    if head.content_type == "text/event-stream":
-        return StreamingResponse(_events(parts), head.status, media_type=head.content_type)
-    content = "".join([part async for part in parts if isinstance(part, str)])
-    return Response(content, head.status, media_type=head.content_type)
+    asked = OpenAiRequest(route, model, body)
+    if not body.get("stream"):
+        head, content = await models.answer(key.tenant, asked)
+        return Response(content, head.status, media_type=head.content_type)
+    parts = await models.stream(key.tenant, asked)
+    begun = await anext(parts)
+    assert isinstance(begun, OpenAiHead)
+    return StreamingResponse(_events(parts), begun.status, media_type=begun.content_type)
 
 
 async def preceded_by(first: OpenAiHead | str, rest: Parts) -> Parts:

@@ -84,7 +84,7 @@ class Models:
             found = await self._backend.find_session(tenant, name) if is_ours else None
             if found is None:
                 raise HttpError(HTTPStatus.GONE, f"There is no model {model_id!r} for this key.")
-            host, _, info = found
+            host, _, info, _ = found
             model = self._models[tenant, model_id] = Model(model_id, host, info)
         return model
 
