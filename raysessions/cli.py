@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
@@ -41,6 +43,11 @@ def main() -> None:
 @click.option("--port", default=8000, show_default=True)
 @click.option("--base-model", "base_models", multiple=True, help="That keys may use; give it again for more.")
 @click.option("--tool-call-parser", help="vLLM's parser of tool calls, for chat completions.")
+@click.option(
+    "--config",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help='JSON with fields of GatewayConfig, such as {"training": {"num_workers": 2}, "sampling": {"num_replicas": 2}}.',
+)
 @click.option("--detach", is_flag=True, help="Return, and leave it running until `raysessions stop`.")
 @_output_uri
 def serve(
@@ -49,18 +56,23 @@ def serve(
     port: int,
     base_models: tuple[str, ...],
     tool_call_parser: str | None,
+    config: Path | None,
     detach: bool,
     output_uri: str | None,
 ) -> None:
-    """Serve sessions over HTTP: OpenAI's API to sample from them."""
+    """Serve sessions over HTTP: OpenAI's API to sample from them, Tinker's to train too."""
     from raysessions.cluster import connect
-    from raysessions.config import SamplingConfig
     from raysessions.gateway import serving
     from raysessions.gateway.config import GatewayConfig
 
+    fields = _read(config)
+    if tool_call_parser is not None:
+        fields["sampling"] = {**fields.get("sampling", {}), "tool_call_parser": tool_call_parser}
+    fields |= {"output_uri": output_uri} if output_uri is not None else {}
+    fields["base_models"] = [*fields.get("base_models", []), *base_models]
+    settings = GatewayConfig(**fields)
     connect(address)
-    sampling = SamplingConfig(tool_call_parser=tool_call_parser)
-    serving.start(GatewayConfig(output_uri=output_uri, base_models=base_models, sampling=sampling), host, port)
+    serving.start(settings, host, port)
     click.echo(f"Serving on http://{host}:{port}. Keys: raysessions keys create --tenant NAME")
     if not detach:
         ended = threading.Event()
@@ -112,6 +124,18 @@ def list_keys(output_uri: str | None) -> None:
 def revoke_key(key_id: str, output_uri: str | None) -> None:
     """End a key, within ten seconds."""
     _store(output_uri).revoke(key_id)
+
+
+def _read(config: Path | None) -> dict[str, Any]:
+    if config is None:
+        return {}
+    try:
+        fields = json.loads(config.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise click.ClickException(f"{config} is not JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise click.ClickException(f"{config} is not a JSON object.")
+    return fields
 
 
 def _store(output_uri: str | None) -> Any:

@@ -51,7 +51,7 @@ class Deployments:
         autoscaling: Mapping[str, Any] | None = None,
         sampling: SamplingConfig | None = None,
         max_body_bytes: int = 64 * 2**20,
-        requests_per_minute: int = 6000,
+        requests_per_minute: int = 30_000,
         host: str = "127.0.0.1",
         port: int = 8000,
         timeout_s: float = 900,

@@ -46,8 +46,12 @@ def probes(s: SimpleNamespace) -> dict[str, dict[str, Callable[[], Any]]]:
         return future.result() if hasattr(future, "result") else future
 
     run, session = s.training.model_id, s.training.model_id.partition(":")[0]
-    short = done(s.training.save_state("short")).path
-    later = done(s.training.save_state("later")).path
+    short, shorter, later = (done(s.training.save_state(name)).path for name in ("short", "shorter", "later"))
+
+    def step() -> Any:
+        s.training.forward_backward([s.datum], "cross_entropy")
+        return done(s.training.optim_step(types.AdamParams()))
+
     return {
         "ServiceClient": {
             "create_lora_training_client": lambda: done(s.client.create_lora_training_client(s.base_model, rank=8)),
@@ -57,8 +61,8 @@ def probes(s: SimpleNamespace) -> dict[str, dict[str, Callable[[], Any]]]:
             ),
             "create_sampling_client": lambda: done(s.client.create_sampling_client(model_path=s.weights)),
             "create_rest_client": lambda: s.client.create_rest_client(),
-            "create_custom_loss": lambda: done(s.client.create_custom_loss(lambda logprobs: -logprobs.sum(), {})),
-            "copy_weights": lambda: done(s.client.copy_weights(s.state)),
+            "create_custom_loss": lambda: done(s.client.create_custom_loss(lambda logprobs: -logprobs.sum(), {"logprobs": 1})),
+            "copy_weights": lambda: copy(s),
             "get_server_capabilities": lambda: s.client.get_server_capabilities(),
             "close": lambda: done(tinker.ServiceClient(base_url=s.url, api_key=s.key).close("success")),
         },
@@ -68,7 +72,7 @@ def probes(s: SimpleNamespace) -> dict[str, dict[str, Callable[[], Any]]]:
             "forward_backward_custom": lambda: done(
                 s.training.forward_backward_custom([s.datum], lambda data, logprobs: (-logprobs[0].sum(), {}))
             ),
-            "optim_step": lambda: done(s.training.optim_step(types.AdamParams())),
+            "optim_step": step,
             "save_state": lambda: done(s.training.save_state("another")),
             "load_state": lambda: done(s.training.load_state(s.state)),
             "load_state_with_optimizer": lambda: done(s.training.load_state_with_optimizer(s.state)),
@@ -99,11 +103,11 @@ def probes(s: SimpleNamespace) -> dict[str, dict[str, Callable[[], Any]]]:
             "list_user_checkpoints": lambda: done(s.rest.list_user_checkpoints()),
             "set_checkpoint_ttl_from_tinker_path": lambda: done(s.rest.set_checkpoint_ttl_from_tinker_path(later, 3600)),
             "delete_checkpoint_from_tinker_path": lambda: done(s.rest.delete_checkpoint_from_tinker_path(short)),
-            "delete_checkpoint": lambda: done(s.rest.delete_checkpoint(run, later.partition(run + "/")[2])),
+            "delete_checkpoint": lambda: done(s.rest.delete_checkpoint(run, shorter.partition(run + "/")[2])),
             "list_sessions": lambda: done(s.rest.list_sessions()),
             "get_session": lambda: done(s.rest.get_session(session)),
             "get_sampler": lambda: done(s.rest.get_sampler(done(s.rest.get_session(session)).sampler_ids[-1])),
-            "copy_weights": lambda: done(s.rest.copy_weights(s.state)),
+            "copy_weights": lambda: done(s.rest.copy_weights(s.state, "project")),
             "publish_checkpoint_from_tinker_path": lambda: done(s.rest.publish_checkpoint_from_tinker_path(s.state)),
             "unpublish_checkpoint_from_tinker_path": lambda: done(s.rest.unpublish_checkpoint_from_tinker_path(s.state)),
             "get_external_weights_urls": lambda: done(
@@ -120,6 +124,15 @@ def probes(s: SimpleNamespace) -> dict[str, dict[str, Callable[[], Any]]]:
     }
 
 
+def copy(s: SimpleNamespace) -> Any:
+    """The SDK asks for a project first."""
+    os.environ["TINKER_PROJECT_ID"] = "project"
+    try:
+        return s.client.copy_weights(s.state).result()
+    finally:
+        del os.environ["TINKER_PROJECT_ID"]
+
+
 def main() -> None:
     warnings.simplefilter("ignore")
     sys.path.insert(0, str(REPOSITORY / "tests"))
@@ -127,6 +140,7 @@ def main() -> None:
         table = list(rows(probes(s)))
     text = TEXT.read_text(encoding="utf-8")
     lines = ["| method | against the gateway |", "|---|---|", *(f"| `{method}` | {what} |" for method, what in table)]
+    PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text(text.replace("<!-- table -->", "\n".join(lines)).replace("VERSION", tinker.__version__), encoding="utf-8")
     print(f"{PAGE}: {sum(what == 'works' for _, what in table)} of {len(table)} methods work")
 

@@ -35,11 +35,15 @@ def test_keys_are_made_listed_and_revoked(tmp_path):
     assert (wrong.returncode, "keys list" in wrong.stderr, "Traceback" in wrong.stderr) == (1, True, False)
 
 
-def test_wrong_use_is_told():
+def test_wrong_use_is_told(tmp_path):
     for arguments in (["keys", "create", "--tenant", "No Name"], ["serve", "--address", "127.0.0.1:1"], ["fly"]):
         said = say(*arguments)
         assert said.returncode != 0
         assert "Traceback" not in said.stderr
+    wrong = tmp_path / "gateway.json"
+    wrong.write_text('{"sampling": {"num_replica": 2}}')
+    said = say("serve", "--config", str(wrong))
+    assert (said.returncode, "num_replica" in said.stderr, "Traceback" in said.stderr) == (1, True, False)
     help = say("serve", "--help").stdout
     assert "--base-model" in help
 

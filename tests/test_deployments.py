@@ -25,7 +25,8 @@ def saved(gateway):
 
 @pytest.fixture
 def deployed(gateway, saved, request):
-    info = gateway.service.deploy(saved[request.param], request.param, sampling=SAMPLING, timeout_s=120)
+    scaling = {"min_replicas": 1, "max_replicas": 2} if request.param == "adapter" else None
+    info = gateway.service.deploy(saved[request.param], request.param, autoscaling=scaling, sampling=SAMPLING, timeout_s=120)
     yield info
     gateway.service.undeploy(request.param)
 
@@ -52,7 +53,12 @@ def test_a_version_is_served_after_its_session(gateway, deployed, saved):
     for key, error in ((gateway.new_key("somebody-else"), openai.NotFoundError), ("tml-wrong", openai.AuthenticationError)):
         with pytest.raises(error):
             ask(openai.OpenAI(base_url=deployed.url, api_key=key, max_retries=0), name)
+    long = {"model": name, "prompt": PROMPT.to_ints(), "max_tokens": 300, "extra_body": {"ignore_eos": True}}
+    begun = client.completions.create(stream=True, **long)
+    chunks = [next(begun)]
     gateway.service.undeploy(name)
+    chunks += begun  # what was under way is answered
+    assert chunks[-1].choices[0].finish_reason == "length"
     gateway.service.undeploy(name)
     wait_for(lambda: gateway.service.list_deployments() == [])
     with pytest.raises(openai.APIStatusError):

@@ -63,6 +63,8 @@ def test_versions_are_deleted_and_get_a_time_to_live(client, training):
     rest.set_checkpoint_ttl_from_tinker_path(path, 3600).result()
     (one,) = (one for one in rest.list_checkpoints(training.model_id).result().checkpoints if one.tinker_path == path)
     assert 3500 < one.expires_at.timestamp() - time.time() <= 3600
+    with pytest.raises(tinker.NotFoundError, match="no version"):
+        rest.delete_checkpoint_from_tinker_path(path.replace("/weights/", "/sampler_weights/")).result()
     rest.delete_checkpoint_from_tinker_path(path).result()
     assert path not in [one.tinker_path for one in rest.list_checkpoints(training.model_id).result().checkpoints]
     with pytest.raises(tinker.NotFoundError, match="no version"):

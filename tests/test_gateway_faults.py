@@ -175,6 +175,8 @@ def test_bodies_beyond_the_bound_are_refused_before_they_are_read(small, gateway
     assert psutil.Process().memory_info().rss - before < 2**29
     body = zstandard.compress(b'{"tags": [], "user_metadata": null, "sdk_version": "0.38.0"}')
     assert httpx.post(url, content=body, headers={**headers, "Content-Encoding": "zstd"}).json()["session_id"]
+    compressed = zstandard.compress(bytes(50_000))
+    assert httpx.post(url, content=compressed[:-4], headers={**headers, "Content-Encoding": "ZSTD"}).status_code == 400
     for encoding, status in (("zstd", 400), ("gzip", 415)):
         answer = httpx.post(url, content=b"{}", headers={**headers, "Content-Encoding": encoding})
         assert (answer.status_code, "Traceback" in answer.text) == (status, False)

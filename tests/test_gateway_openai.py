@@ -143,3 +143,7 @@ def test_what_is_sampled_counts_for_the_tenant(gateway, client, taught):
     after = gateway.service.usage("taught").total
     assert after.prefilled_tokens - before.prefilled_tokens == 3
     assert after.sampled_tokens - before.sampled_tokens == 4
+    told = httpx.get(f"{gateway.url}/usage", params={"session": "taught"}, headers=gateway.headers).json()
+    assert told["total"]["sampled_tokens"] == after.sampled_tokens
+    others = httpx.get(f"{gateway.url}/usage", headers={"X-API-Key": gateway.new_key("somebody-else")}).json()
+    assert "taught" not in [entry["session"] for entry in others["sessions"]]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 import tinker
@@ -164,7 +165,64 @@ def test_an_operation_that_is_refused_fails_alone(training):
         training.optim_step(ADAM).result()
     with pytest.raises(tinker.RequestFailedError, match="unheard_of"):
         training.forward_backward([datum()], "unheard_of").result()
+    image = types.Datum(
+        model_input=types.ModelInput(chunks=[types.ImageChunk(data=b"x", format="png")]),
+        loss_fn_inputs={"target_tokens": [1], "weights": [1.0]},
+    )
+    for refused, why in (
+        (training.forward_backward([image], "cross_entropy"), "only tokens"),
+        (training.load_state("tinker://nobody/weights/v1"), "no version"),
+        (training.load_state("tinker://nonsense"), "not a saved version"),
+        (training.save_weights_external("outside"), "Not supported"),
+        (training.forward_backward([datum()], "ppo", {"unheard_of": 1.0}), "unheard_of"),
+    ):
+        with pytest.raises(tinker.RequestFailedError, match=why):
+            refused.result()
     assert np.isfinite(training.forward([datum()], "cross_entropy").result().metrics["loss:sum"])
+
+
+def test_a_number_stands_for_one_request(gateway, client):
+    training = client.create_lora_training_client(gateway.base_model, **LORA).result()
+    loss = training.forward([datum()], "cross_entropy").result().metrics["loss:sum"]
+    headers = {"X-API-Key": gateway.key}
+
+    def post(route: str, **body) -> httpx.Response:
+        return httpx.post(f"{gateway.url}/api/v1/{route}", json=body, headers=headers, timeout=60)
+
+    other = post("optim_step", model_id=training.model_id, seq_id=1, adam_params={"learning_rate": 1.0})
+    assert (other.status_code, "used once" in other.text) == (400, True)
+    assert training.forward([datum()], "cross_entropy").result().metrics["loss:sum"] == loss
+    sampler = training.save_weights_and_get_sampling_client().result()
+    ask = {"sampling_session_id": sampler._sampling_session_id, "seq_id": 10**6, "sampling_params": {"max_tokens": 1}}
+    chunk = {"type": "encoded_text", "tokens": [5, 6]}
+    first = post("asample", prompt={"chunks": [chunk]}, **ask)
+    assert post("asample", prompt={"chunks": [chunk]}, **ask).json() == first.json()
+    assert post("asample", prompt={"chunks": [chunk, chunk]}, **ask).status_code == 400
+    for num_samples in (0, -1, 10**9):
+        asked = post("asample", prompt={"chunks": [chunk]}, num_samples=num_samples, **{**ask, "seq_id": 10**6 + 1})
+        assert asked.status_code == 400
+    assert post("retrieve_future", request_id="nobody").status_code == 410
+
+
+def test_seeds_and_stops_mean_what_they_do_at_tinker(client, gateway):
+    sampler = client.create_sampling_client(base_model=gateway.base_model).result()
+
+    def sample(num_samples: int = 1, **params):
+        asked = types.SamplingParams(**{"max_tokens": 12, "stop": [], **params})
+        return [list(one.tokens) for one in sampler.sample(prompt(), num_samples, asked).result().sequences]
+
+    assert sample(3, seed=1) == sample(3, seed=1)
+    assert len({tuple(tokens) for tokens in sample(3, seed=1)}) == 3
+    assert sample(seed=1) != sample(seed=2)
+    (free,) = sample(temperature=0)
+    stopped = (
+        sampler.sample(prompt(), 1, types.SamplingParams(max_tokens=12, temperature=0, stop=[free[3]])).result().sequences[0]
+    )
+    cut = free.index(free[3]) + 1
+    assert (list(stopped.tokens), stopped.stop_reason) == (free[:cut], "stop")
+    plain = sampler.sample(prompt(), 1, types.SamplingParams(max_tokens=2, stop=[])).result()
+    assert (plain.prompt_logprobs, plain.topk_prompt_logprobs) == (None, None)
+    assert plain.sequences[0].stop_reason == "length"
 
 
 def test_a_version_is_pinned_and_is_known_by_its_path(client, gateway, training):

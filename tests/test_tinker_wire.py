@@ -13,7 +13,12 @@ from tinker.types.forward_backward_input import ForwardBackwardInput
 from tinker.types.forward_backward_request import ForwardBackwardRequest
 
 import raysessions as rs
-from raysessions.gateway.tinker_api.wire import read_forward_backward, write_forward_backward, write_sample
+from raysessions.gateway.tinker_api.wire import (
+    parse_forward_backward,
+    read_forward_backward,
+    write_forward_backward,
+    write_sample,
+)
 
 
 def request_of(*data: tinker.Datum, **fields) -> bytes:
@@ -23,15 +28,17 @@ def request_of(*data: tinker.Datum, **fields) -> bytes:
     ).SerializeToString()
 
 
+def read(message: bytes):
+    return read_forward_backward(parse_forward_backward(message))
+
+
 def tensor(array, dtype: str) -> tinker.TensorData:
     return tinker.TensorData.from_numpy(np.asarray(array, dtype))
 
 
 def test_a_request_is_read_as_the_sdk_writes_it():
     inputs = {"target_tokens": tensor([6, 7, 8], "int64"), "advantages": tensor([0.5, -1, 2], "float32")}
-    call = read_forward_backward(
-        request_of(tinker.Datum(model_input=tinker.ModelInput.from_ints([5, 6, 7]), loss_fn_inputs=inputs))
-    )
+    call = read(request_of(tinker.Datum(model_input=tinker.ModelInput.from_ints([5, 6, 7]), loss_fn_inputs=inputs)))
     assert (call.model_id, call.seq_id, call.loss_fn, call.forward_only) == ("s:train:0", 3, "ppo", False)
     assert call.loss_fn_config == pytest.approx({"clip_low_threshold": 0.9})
     (datum,) = call.data
@@ -74,7 +81,7 @@ def test_samples_are_read_by_the_sdk_as_they_were():
 @pytest.mark.parametrize("garbage", [b"\xff", b"\x0a\xff\xff\xff\xff\x0f", bytes(range(256))])
 def test_garbage_is_refused(garbage):
     with pytest.raises(rs.ValidationError):
-        read_forward_backward(garbage)
+        read(garbage)
 
 
 def test_a_sparse_matrix_is_read_and_one_that_claims_too_much_is_refused():
@@ -92,10 +99,25 @@ def test_a_sparse_matrix_is_read_and_one_that_claims_too_much_is_refused():
         weights.sparse_csr.col_indices = np.asarray(col, np.int64).tobytes()
         return request.SerializeToString()
 
-    (datum,) = read_forward_backward(message((2, 3), [0, 1, 3], [2, 0, 1], [1, 2, 3])).data
+    (datum,) = read(message((2, 3), [0, 1, 3], [2, 0, 1], [1, 2, 3])).data
     assert datum.loss_fn_inputs["weights"].tolist() == [[0, 0, 1], [2, 3, 0]]
     for shape in ((2**20, 2**20), (-1, 3), (2,)):
         with pytest.raises(rs.DatumError, match="weights"):
-            read_forward_backward(message(shape, [0, 1, 3], [2, 0, 1], [1, 2, 3]))
+            read(message(shape, [0, 1, 3], [2, 0, 1], [1, 2, 3]))
     with pytest.raises(rs.DatumError):
-        read_forward_backward(message((2, 3), [0, 1, 3], [2, 0, 7], [1, 2, 3]))
+        read(message((2, 3), [0, 1, 3], [2, 0, 7], [1, 2, 3]))
+
+
+def test_weights_that_are_left_out_are_ones_for_cross_entropy_only():
+    datum = tinker.Datum(
+        model_input=tinker.ModelInput.from_ints([5, 6]), loss_fn_inputs={"target_tokens": tensor([6, 7], "int64")}
+    )
+    request = parse_forward_backward(request_of(datum))
+    assert "weights" not in read_forward_backward(request).data[0].loss_fn_inputs
+    request.loss_fn = "cross_entropy"
+    assert read_forward_backward(request).data[0].loss_fn_inputs["weights"].tolist() == [1, 1]
+
+
+def test_top_k_rows_that_are_all_missing_stay_so():
+    response = rs.SampleResponse([rs.SampledSequence([5], [-0.5], "stop")], [None], [None])
+    assert deserialize_sample_response(write_sample(response)).topk_prompt_logprobs == [None]

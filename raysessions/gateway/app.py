@@ -7,7 +7,9 @@ import contextlib
 import importlib.util
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
+from dataclasses import asdict
 from http import HTTPStatus
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -15,7 +17,7 @@ from fastapi.responses import JSONResponse
 
 from raysessions.errors import RaySessionsError
 from raysessions.gateway import openai_routes
-from raysessions.gateway.access import Access
+from raysessions.gateway.access import Access, Key
 from raysessions.gateway.access_log import AccessLog
 from raysessions.gateway.backend import Backend
 from raysessions.gateway.config import GatewayConfig
@@ -44,6 +46,13 @@ def build_app(config: GatewayConfig) -> FastAPI:
             yield
 
     app = openai_app(lifespan)
+
+    @app.get("/usage")
+    async def usage(key: Key, request: Request, session: str | None = None) -> dict[str, Any]:
+        """What the key's tenant has used, or one of its sessions."""
+        backend: Backend = request.app.state.models.backend
+        return asdict(await backend.call(backend.service.usage, session, key.tenant))
+
     if has_tinker:
         from raysessions.gateway.tinker_api.routes import router
 

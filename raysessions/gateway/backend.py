@@ -16,7 +16,7 @@ from raysessions.errors import CheckpointNotFoundError, SamplerExpiredError, Ses
 from raysessions.future import APIFuture
 from raysessions.gateway.config import GatewayConfig
 from raysessions.gateway.errors import HttpError
-from raysessions.gateway.tinker_api.names import TINKER_SCHEME, session_name, version_uri
+from raysessions.gateway.tinker_api.names import TINKER_SCHEME, kind_of, session_name, version_uri
 from raysessions.operations import NewestVersion, SaveSettings, StartingPoint
 from raysessions.responses import CheckpointInfo, SessionInfo
 from raysessions.sampling_client import SamplingClient, open_sampling_client
@@ -104,7 +104,8 @@ class Backend:
         """Of a version, by Tinker's path or ours. Raises `HttpError` 404 if the tenant has no such version."""
         with contextlib.suppress(CheckpointNotFoundError):
             info = await self.call(self.service.get_checkpoint, str(version_uri(path)))
-            if info.tenant == tenant:
+            kind = "weights" if info.kind == "state" else "sampler_weights"
+            if info.tenant == tenant and kind_of(path) in (None, kind):
                 return info
         raise HttpError(HTTPStatus.NOT_FOUND, f"There is no version {path!r} for this key.")
 

@@ -21,5 +21,5 @@ class GatewayConfig(TypedModel):
     """Ends a training run of the tinker SDK after so long without a heartbeat of its client, which sends one every 10 s."""
     max_body_bytes: int = Field(default=64 * 2**20, ge=1)
     """Of a request, after decompression."""
-    requests_per_minute: int = Field(default=6000, ge=1)
+    requests_per_minute: int = Field(default=30_000, ge=1)
     """Of one key; beyond that it gets 429 with `Retry-After`."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import datetime
 from http import HTTPStatus
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from tinker.types.checkpoint import Checkpoint
 from tinker.types.training_run import TrainingRun
 
@@ -22,9 +22,11 @@ from raysessions.uris import VersionUri
 
 router = APIRouter()
 
+Count = Annotated[int, Query(ge=0)]
+
 
 @router.get("/training_runs")
-async def list_training_runs(key: Key, desk: Desk, limit: int = 20, offset: int = 0) -> dict[str, Any]:
+async def list_training_runs(key: Key, desk: Desk, limit: Count = 20, offset: Count = 0) -> dict[str, Any]:
     """Newest first: those that run, and those that have saved something."""
     runs = await _runs(key.tenant, desk)
     cursor = {"offset": offset, "limit": limit, "total_count": len(runs)}
@@ -46,7 +48,7 @@ async def list_checkpoints(run: str, key: Key, desk: Desk) -> dict[str, Any]:
 
 
 @router.get("/checkpoints")
-async def list_user_checkpoints(key: Key, desk: Desk, limit: int = 100, offset: int = 0) -> dict[str, Any]:
+async def list_user_checkpoints(key: Key, desk: Desk, limit: Count = 100, offset: Count = 0) -> dict[str, Any]:
     infos = await desk.backend.checkpoints(key.tenant)
     cursor = {"offset": offset, "limit": limit, "total_count": len(infos)}
     return {"checkpoints": [_checkpoint(info) for info in infos[offset : offset + limit]], "cursor": cursor}

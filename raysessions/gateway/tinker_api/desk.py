@@ -69,18 +69,20 @@ class TinkerDesk:
             )
 
         name = operation_name(model_id_of(sdk_session_id, model_seq_id), 0)
-        self.futures.start(name, tenant, create())
+        self.futures.start(name, tenant, (base_model, lora.model_copy(update={"seed": 0}), start), create())
         return name
 
     def submit(self, tenant: str, model: Model, seq_id: int, op: Operation, sampler_seq_id: int | None = None) -> str:
         """Passes an operation on. Returns the name of a future, the same one for the same operation."""
         name = operation_name(model.model_id, seq_id, sampler_seq_id)
         sent = model.submit(seq_id, op)  # now, not when the task begins; the host knows what was sent before
-        self.futures.start(name, tenant, self._outcome(tenant, model, sent, sampler_seq_id))
+        self.futures.start(name, tenant, op, self._outcome(tenant, model, sent, sampler_seq_id))
         return name
 
-    def sample(self, tenant: str, sampler: Sampler, seq_id: int, sample: Callable[[SamplingClient], APIFuture[Any]]) -> str:
-        """Returns the name of a future, the same one for the same number."""
+    def sample(
+        self, tenant: str, sampler: Sampler, seq_id: int, what: Any, sample: Callable[[SamplingClient], APIFuture[Any]]
+    ) -> str:
+        """Samples by `sample`; `what`: its arguments. Returns the name of a future, the same one for the same number."""
 
         async def ask(client: SamplingClient) -> Any:
             sampled = sample(client)
@@ -94,7 +96,7 @@ class TinkerDesk:
             return reply_of(await self.backend.with_sampler(tenant, sampler.model, ask))
 
         name = f"{sampler.sampler_id}:{seq_id}"
-        self.futures.start(name, tenant, answer(), can_be_cancelled=True)
+        self.futures.start(name, tenant, what, answer(), can_be_cancelled=True)
         return name
 
     async def retrieve(self, tenant: str, name: str) -> Reply | None:
@@ -111,9 +113,9 @@ class TinkerDesk:
         model_id, seq_id, sampler_seq_id = parsed
         model = await self.models.find(tenant, model_id)
         if seq_id == 0:
-            self.futures.start(name, tenant, _at_once(reply_of(model.info)))
+            self.futures.start(name, tenant, None, _at_once(reply_of(model.info)))
         elif await model.has(seq_id):
-            self.futures.start(name, tenant, self._outcome(tenant, model, model.outcome(seq_id), sampler_seq_id))
+            self.futures.start(name, tenant, None, self._outcome(tenant, model, model.outcome(seq_id), sampler_seq_id))
 
     async def _outcome(self, tenant: str, model: Model, future: Awaitable[Any], sampler_seq_id: int | None) -> Reply:
         response = await self.models.answer(tenant, model, future)

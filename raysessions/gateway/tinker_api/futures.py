@@ -19,7 +19,7 @@ from raysessions.gateway.tinker_api.replies import Reply, failure_of
 HOLD_S = 30.0
 """How long a caller waits for a future at a time. The SDK gives up after 45 s, and asks again at once."""
 KEPT_S = 600.0
-"""How long a result is kept for its caller; once it was fetched, and may have got lost on the way, a tenth of it."""
+"""How long a result is kept for its caller; once it was fetched, and may have got lost on the way, a fifth of it."""
 MAX_OPEN = 20_000
 """Of one tenant, at the same time."""
 
@@ -28,6 +28,8 @@ MAX_OPEN = 20_000
 class Future:
     tenant: str
     task: asyncio.Task[Reply]
+    what: Any
+    """That it was asked for; None: not known."""
     can_be_cancelled: bool
     forget_at: float = field(default=float("inf"))
 
@@ -49,16 +51,23 @@ class Futures:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._futures
 
-    def start(self, request_id: str, tenant: str, work: Coroutine[Any, Any, Reply], *, can_be_cancelled: bool = False) -> None:
-        """`work` under this name; nothing happens if there is one already."""
-        if request_id in self._futures:
+    def start(
+        self, request_id: str, tenant: str, what: Any, work: Coroutine[Any, Any, Reply], *, can_be_cancelled: bool = False
+    ) -> None:
+        """`work` under this name; nothing happens if it has been asked for already. Raises `HttpError` 400 if something else
+        has, under the same name."""
+        known = self._futures.get(request_id)
+        if known is not None:
             work.close()
+            if known.what is not None and what is not None and known.what != what:
+                raise HttpError(HTTPStatus.BAD_REQUEST, f"{request_id} was another request: numbers are used once.")
             return
         if self._open[tenant] >= MAX_OPEN:
             work.close()
             raise HttpError(HTTPStatus.TOO_MANY_REQUESTS, f"{MAX_OPEN} futures of this key are open: fetch some first.", 1.0)
         self._open[tenant] += 1
-        self._futures[request_id] = Future(tenant, asyncio.create_task(_answered(work, self._failures)), can_be_cancelled)
+        task = asyncio.create_task(_answered(work, self._failures))
+        self._futures[request_id] = Future(tenant, task, what, can_be_cancelled)
 
     async def retrieve(self, request_id: str, tenant: str) -> Reply | None:
         """None: not yet. Raises `HttpError` 410 for a future that is not there."""
@@ -68,7 +77,7 @@ class Futures:
         await asyncio.wait([future.task], timeout=HOLD_S)
         if not future.task.done():
             return None
-        future.forget_at = min(future.forget_at, time.monotonic() + KEPT_S / 10)
+        future.forget_at = min(future.forget_at, time.monotonic() + KEPT_S / 5)
         return future.task.result()
 
     def cancel(self, request_id: str, tenant: str) -> None:

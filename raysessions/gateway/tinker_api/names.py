@@ -66,6 +66,12 @@ def tinker_path(uri: VersionUri, kind: PathKind) -> str:
     return f"{TINKER_SCHEME}{run_id(uri.group)}/{kind}/v{uri.version}"
 
 
+def kind_of(path: str) -> PathKind | None:
+    """What a path of Tinker's says that it is of; None for one of ours."""
+    match = _PATH.fullmatch(path)
+    return None if match is None else ("weights" if match["kind"] == "weights" else "sampler_weights")
+
+
 def version_uri(path: str) -> VersionUri:
     """Of a path of Tinker's or of ours."""
     if path.startswith(SCHEME):

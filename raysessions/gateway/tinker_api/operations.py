@@ -22,6 +22,8 @@ from raysessions.operations import LoadStateOp, OptimStepOp, SaveForSamplerOp, S
 from raysessions.types import AdamParams, ModelInput, SamplingParams, as_typed
 
 DEFAULT_RANK, ALPHA = 32, 32
+MAX_SAMPLES = 1024
+"""Of one prompt."""
 UNSUPPORTED_SAMPLING = (
     "topk_sample_logprobs",
     "target_prompt_logprobs",
@@ -79,6 +81,8 @@ def check_load(request: LoadWeightsRequest) -> None:
 
 def sampling_params(request: SampleRequest) -> SamplingParams:
     """Raises `ConfigError` for what would else be ignored."""
+    if not 1 <= request.num_samples <= MAX_SAMPLES:
+        raise ConfigError(f"num_samples is {request.num_samples}: give 1…{MAX_SAMPLES}.")
     for name in UNSUPPORTED_SAMPLING:
         if getattr(request, name, None):
             raise ConfigError(f"{name} is not supported.")

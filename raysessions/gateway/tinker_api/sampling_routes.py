@@ -78,7 +78,8 @@ async def asample(request: Request, key: Key, desk: Desk) -> dict[str, Any]:
             topk_prompt_logprobs=asked.topk_prompt_logprobs,
         )
 
-    name = desk.sample(key.tenant, sampler, asked.seq_id, sample)
+    what = (prompt.to_ints(), params, num_samples, asked.prompt_logprobs, asked.topk_prompt_logprobs)
+    name = desk.sample(key.tenant, sampler, asked.seq_id, what, sample)
     return {"request_id": name, "sample_sequence_ids": [f"{name}:{index}" for index in range(num_samples)]}
 
 

@@ -16,7 +16,7 @@ from tinker.types.save_weights_for_sampler_request import SaveWeightsForSamplerR
 from tinker.types.save_weights_request import SaveWeightsRequest
 
 from raysessions.config import LoraConfig
-from raysessions.errors import RaySessionsError
+from raysessions.errors import ConfigError, RaySessionsError, ValidationError
 from raysessions.gateway.access import Key
 from raysessions.gateway.bodies import body_of, json_body
 from raysessions.gateway.errors import HttpError
@@ -24,7 +24,7 @@ from raysessions.gateway.tinker_api import operations
 from raysessions.gateway.tinker_api.desk import TinkerDesk
 from raysessions.gateway.tinker_api.names import version_uri
 from raysessions.gateway.tinker_api.requests import Desk, R, parse, read
-from raysessions.gateway.tinker_api.wire import read_forward_backward
+from raysessions.gateway.tinker_api.wire import parse_forward_backward, read_forward_backward
 from raysessions.models import local_folder
 from raysessions.operations import AbandonedOp, Operation, StartingPoint
 
@@ -42,8 +42,12 @@ async def create_model(request: Request, key: Key, desk: Desk) -> dict[str, Any]
 async def load_weights(request: Request, key: Key, desk: Desk) -> dict[str, Any]:
     body = await json_body(request, desk.backend.config.max_body_bytes)
     if body.get("session_id") is None:
-        await _check_is_own(key.tenant, desk, body.get("path"))
-        return await _submit(key.tenant, desk, body, LoadWeightsRequest, operations.load_state_op)
+        path, problem = body.get("path"), None
+        try:
+            await desk.backend.checkpoint(key.tenant, str(path))
+        except (HttpError, RaySessionsError) as error:
+            problem = ValidationError(str(error))
+        return await _submit(key.tenant, desk, body, LoadWeightsRequest, operations.load_state_op, problem=problem)
     asked = parse(LoadWeightsRequest, body)
     operations.check_load(asked)
     info = await desk.backend.checkpoint(key.tenant, asked.path)
@@ -72,14 +76,14 @@ async def get_info(request: Request, key: Key, desk: Desk) -> dict[str, Any]:
 async def forward_backward(request: Request, key: Key, desk: Desk) -> dict[str, Any]:
     """In protobuf; `forward` too."""
     message = await body_of(request, desk.backend.config.max_body_bytes)
-    call = await asyncio.to_thread(read_forward_backward, message)
-    model = await desk.models.find(key.tenant, call.model_id)
+    asked = await asyncio.to_thread(parse_forward_backward, message)
+    model = await desk.models.find(key.tenant, asked.model_id)
     op: Operation
     try:
-        op = await asyncio.to_thread(model.loss_op, call)
+        op = await asyncio.to_thread(lambda: model.loss_op(read_forward_backward(asked)))
     except RaySessionsError as error:
         op = AbandonedOp(error)
-    return {"request_id": desk.submit(key.tenant, model, call.seq_id, op), "model_id": model.model_id}
+    return {"request_id": desk.submit(key.tenant, model, asked.seq_id, op), "model_id": model.model_id}
 
 
 @router.post("/optim_step")
@@ -102,6 +106,14 @@ async def save_weights_for_sampler(request: Request, key: Key, desk: Desk) -> di
     return await _submit(key.tenant, desk, body, SaveWeightsForSamplerRequest, make, sampler_seq_id)
 
 
+@router.post("/save_weights_external")
+async def save_weights_external(request: Request, key: Key, desk: Desk) -> dict[str, Any]:
+    """Is not supported, but has a number."""
+    body = await json_body(request, desk.backend.config.max_body_bytes)
+    problem = ConfigError("Not supported by raysessions. Versions lie in the storage that the cluster was given (output_uri).")
+    return await _submit(key.tenant, desk, body, SaveWeightsRequest, operations.save_state_op, problem=problem)
+
+
 def _create(
     tenant: str, desk: TinkerDesk, asked: Any, base_model: str, lora: LoraConfig, start: StartingPoint | None
 ) -> dict[str, Any]:
@@ -118,21 +130,17 @@ async def _submit(
     kind: type[R],
     make: Callable[[R], Operation],
     sampler_seq_id: int | None = None,
+    problem: RaySessionsError | None = None,
 ) -> dict[str, Any]:
-    """An operation that is refused here has a number all the same, for which the later ones wait: it is used up."""
+    """An operation that is refused here has a number all the same, for which the later ones wait: it is used up. `problem`: why
+    it is."""
     model_id, seq_id = body.get("model_id"), body.get("seq_id")
     if not isinstance(model_id, str) or not isinstance(seq_id, int) or seq_id < 1:
         raise HttpError(HTTPStatus.BAD_REQUEST, "model_id and seq_id are missing: they say which operation this is.")
     model = await desk.models.find(tenant, model_id)
     op: Operation
     try:
-        op = make(parse(kind, body))
+        op = make(parse(kind, body)) if problem is None else AbandonedOp(problem)
     except RaySessionsError as error:
         op = AbandonedOp(error)
     return {"request_id": desk.submit(tenant, model, seq_id, op, sampler_seq_id), "model_id": model_id}
-
-
-async def _check_is_own(tenant: str, desk: TinkerDesk, path: Any) -> None:
-    """A version of another tenant is as good as none."""
-    if isinstance(path, str):
-        await desk.backend.checkpoint(tenant, path)

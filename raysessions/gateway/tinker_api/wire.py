@@ -39,18 +39,28 @@ class ForwardBackwardCall:
     forward_only: bool
 
 
-def read_forward_backward(message: bytes) -> ForwardBackwardCall:
-    """Raises `ValidationError` when it is not one, `DatumError` when a datum is not one of tokens."""
+def parse_forward_backward(message: bytes) -> pb.ForwardBackwardRequest:
+    """Raises `ValidationError` when it is not one."""
     request = pb.ForwardBackwardRequest()
     try:
         request.ParseFromString(message)
     except DecodeError as error:
-        raise ValidationError("The body is not a ForwardBackwardRequest in protobuf.") from error
+        raise ValidationError(
+            "The body is not a ForwardBackwardRequest in protobuf, as the tinker package sends it since 0.25."
+        ) from error
+    if not request.model_id or request.seq_id < 1:
+        raise ValidationError("model_id and seq_id are missing: they say which operation this is.")
+    return request
+
+
+def read_forward_backward(request: pb.ForwardBackwardRequest) -> ForwardBackwardCall:
+    """Raises `DatumError` when a datum is not one of tokens."""
     newer = {key: _config_value(value) for key, value in request.loss_fn_config_v2.items()}
+    data = [_datum(index, datum) for index, datum in enumerate(request.data)]
     return ForwardBackwardCall(
         request.model_id,
         request.seq_id,
-        [_datum(index, datum) for index, datum in enumerate(request.data)],
+        [_weighted(datum) for datum in data] if request.loss_fn == "cross_entropy" else data,
         request.loss_fn,
         newer or dict(request.loss_fn_config),
         request.forward_only,
@@ -97,6 +107,15 @@ def _datum(index: int, datum: pb.Datum) -> Datum:
         chunks.append(EncodedTextChunk(_array(index, "model_input", chunk.encoded_text.tokens, np.dtype(np.int32)).tolist()))
     inputs = {name: TensorData(_tensor(index, name, tensor)) for name, tensor in datum.loss_fn_inputs.items()}
     return Datum(ModelInput(tuple(chunks)), inputs)
+
+
+def _weighted(datum: Datum) -> Datum:
+    """Every token counts alike where nothing else is said."""
+    inputs = datum.loss_fn_inputs
+    if "weights" in inputs or "target_tokens" not in inputs:
+        return datum
+    weights = TensorData(np.ones(inputs["target_tokens"].shape, np.float32))
+    return Datum(datum.model_input, {**inputs, "weights": weights})
 
 
 def _tensor(index: int, name: str, tensor: pb.Tensor) -> np.ndarray:
@@ -152,7 +171,7 @@ def _batched(arrays: list[np.ndarray]) -> pb.BatchedTensor:
 
 
 def _topk(rows: list[list[tuple[int, float]] | None]) -> pb.TopkLogprobs:
-    width = max((len(row) for row in rows if row), default=0)
+    width = max((len(row) for row in rows if row), default=1)  # 0 would be read as no matrix
     cells = list(_padded(rows, width))
     return pb.TopkLogprobs(
         token_ids=np.asarray([token for token, _ in cells], np.int32).tobytes(),
