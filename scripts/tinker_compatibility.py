@@ -61,7 +61,9 @@ def probes(s: SimpleNamespace) -> dict[str, dict[str, Callable[[], Any]]]:
             ),
             "create_sampling_client": lambda: done(s.client.create_sampling_client(model_path=s.weights)),
             "create_rest_client": lambda: s.client.create_rest_client(),
-            "create_custom_loss": lambda: done(s.client.create_custom_loss(lambda logprobs: -logprobs.sum(), {"logprobs": 1})),
+            "create_custom_loss": lambda: done(
+                s.client.create_custom_loss(lambda logprobs: (-logprobs.sum(), {}), {"logprobs": 1})
+            ),
             "copy_weights": lambda: copy(s),
             "get_server_capabilities": lambda: s.client.get_server_capabilities(),
             "close": lambda: done(tinker.ServiceClient(base_url=s.url, api_key=s.key).close("success")),
