@@ -42,6 +42,9 @@ TOKENS = list(range(40, 60))
 def probes(s: SimpleNamespace) -> dict[str, dict[str, Callable[[], Any]]]:
     """By class and method. Each makes the call and waits for its result."""
 
+    def negated(logprobs: Any) -> Any:
+        return -logprobs.sum(), {}
+
     def done(future: Any) -> Any:
         return future.result() if hasattr(future, "result") else future
 
