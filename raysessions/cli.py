@@ -72,14 +72,17 @@ def serve(
     fields["base_models"] = [*fields.get("base_models", []), *base_models]
     settings = GatewayConfig(**fields)
     connect(address)
-    serving.start(settings, host, port)
-    click.echo(f"Serving on http://{host}:{port}. Keys: raysessions keys create --tenant NAME")
-    if not detach:
-        ended = threading.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: ended.set())
-        ended.wait()
-        serving.stop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
+    try:
+        url = serving.start(settings, host, port)
+        click.echo(f"Serving on {url}. Keys: raysessions keys create --tenant NAME")
+        if detach:
+            return
+        threading.Event().wait()
+    except KeyboardInterrupt:
+        click.echo("Stopping: requests under way are answered first.")
+    serving.stop()
 
 
 @main.command()

@@ -94,6 +94,18 @@ def gateway(service, resident, tiny_model: Path, tmp_path_factory: pytest.TempPa
         serving.stop()
 
 
+@pytest.fixture(scope="module")
+def sdk(gateway) -> Iterator[None]:  # type: ignore[no-untyped-def]
+    """The tinker package without telemetry. What its clients leave running is stopped: its older versions say nothing when they
+    end, and their runs would end in the midst of other tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TINKER_TELEMETRY", "0")
+        yield
+    for session in gateway.service.list_sessions():
+        if session.name.startswith("tinker-"):
+            gateway.service.stop_session(session.name)
+
+
 @pytest.fixture
 def training(service, resident, tiny_model: Path):  # type: ignore[no-untyped-def]
     """A fresh session on the resident host: LoRA rank 8, seed 0."""

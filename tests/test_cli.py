@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -57,6 +58,11 @@ def cluster():
 def test_serve_serves_until_it_is_interrupted(cluster, tmp_path):
     port, uri = free_port(), str(tmp_path)
     key = say("keys", "create", "--tenant", "team-a", "--output-uri", uri).stdout.strip()
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", port))
+        other.listen()
+        taken = say("serve", "--address", cluster.address, "--port", str(port), **cluster.environment)
+    assert (taken.returncode, "choose another port" in taken.stderr, "Traceback" in taken.stderr) == (1, True, False)
     arguments = ["serve", "--address", cluster.address, "--port", str(port), "--output-uri", uri]
     serving = subprocess.Popen(
         [COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=cluster.environment

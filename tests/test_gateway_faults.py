@@ -27,13 +27,6 @@ from raysessions.gateway.keys import KeyStore
 from raysessions.storage_location import StorageLocation
 
 
-@pytest.fixture(scope="module", autouse=True)
-def no_telemetry():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TINKER_TELEMETRY", "0")
-        yield
-
-
 @contextlib.contextmanager
 def gateway_here(**config) -> Iterator[str]:
     """The same application in this process, without Ray Serve. Its address."""
@@ -62,6 +55,9 @@ def small(gateway) -> Iterator[str]:
         requests_per_minute=100,
     ) as url:
         yield url
+
+
+pytestmark = pytest.mark.usefixtures("sdk")
 
 
 def poster(url: str, key: str) -> Callable[..., httpx.Response]:

@@ -21,15 +21,8 @@ import raysessions as rs
 ADAM = types.AdamParams(learning_rate=3e-3)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def no_telemetry():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TINKER_TELEMETRY", "0")
-        yield
-
-
 @pytest.fixture(scope="module")
-def client(gateway, no_telemetry):
+def client(gateway, sdk):
     with tinker.ServiceClient(base_url=gateway.url, api_key=gateway.key) as client:
         yield client
 

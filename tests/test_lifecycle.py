@@ -19,8 +19,10 @@ import raysessions as rs
 FREED_WITHIN_S = 30
 
 DRIVER = """
-import sys, time
+import signal, sys, time
 import raysessions as rs
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs the tests in the background has it ignored
 
 service = rs.ServiceClient({address!r}, training=rs.TrainingConfig(num_threads=1, actor_options={{"num_cpus": 0}}))
 with service.create_lora_training_client({model!r}, rank=4) as training:

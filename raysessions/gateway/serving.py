@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from ray.serve.context import _get_global_client
 from ray.serve.schema import ApplicationStatusOverview
 
 from raysessions.actors.placement import engine_options
+from raysessions.errors import ConfigError
 from raysessions.gateway.app import build_app
 from raysessions.gateway.config import GatewayConfig
 from raysessions.gateway.deployment import DeploymentSpec, ModelServer
@@ -34,9 +36,9 @@ class Gateway:
         return build_app(self._config)
 
 
-def start(config: GatewayConfig, host: str, port: int) -> None:
-    """Returns when it answers. Starting it again replaces it."""
-    serve.start(http_options={"host": host, "port": port})
+def start(config: GatewayConfig, host: str, port: int) -> str:
+    """Returns its address when it answers. Starting it again replaces it. Where Ray Serve runs already, it stays."""
+    _start_serve(host, port)
     deployment = serve.deployment(
         num_replicas=1,  # futures are remembered in one place
         max_ongoing_requests=MAX_REQUESTS,
@@ -44,11 +46,13 @@ def start(config: GatewayConfig, host: str, port: int) -> None:
         graceful_shutdown_timeout_s=DRAIN_S,
     )(serve.ingress()(Gateway))
     serve.run(deployment.bind(config), name=GATEWAY, route_prefix="/")
+    return root_url()
 
 
 def stop() -> None:
-    """Requests under way are answered first."""
-    serve.delete(GATEWAY)
+    """Requests under way are answered first. Safe to call again."""
+    if GATEWAY in serve.status().applications:
+        serve.delete(GATEWAY)
 
 
 def deploy(
@@ -59,7 +63,7 @@ def deploy(
     port: int,
 ) -> None:
     """Begins it, and replaces one of the same name. Wait for its status."""
-    serve.start(http_options={"host": host, "port": port})
+    _start_serve(host, port)
     deployment = serve.deployment(
         name=f"{spec.uri.uri.group}.v{spec.uri.uri.version}",  # by which list_deployments knows the version
         num_replicas=num_replicas,
@@ -97,6 +101,17 @@ def root_url() -> str:
 
 def route_of(name: str) -> str:
     return f"/deployments/{name}"
+
+
+def _start_serve(host: str, port: int) -> None:
+    if _get_global_client(raise_if_no_controller_running=False) is None:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                raise ConfigError(f"Ray Serve cannot listen at {host}:{port} ({error}): choose another port.") from error
+    serve.start(http_options={"host": host, "port": port})
 
 
 def application_of(name: str) -> str:

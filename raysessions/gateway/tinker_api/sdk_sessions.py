@@ -43,16 +43,17 @@ class SdkSessions:
 
     def get(self, tenant: str, session_id: str) -> SdkSession:
         """A session that is open. Raises `HttpError` 410."""
-        session = self._sessions.get(session_id)
-        if session is None and is_sdk_session_id(session_id):
-            session = self._sessions[session_id] = SdkSession(session_id, tenant)
-        if session is None or session.tenant != tenant:
-            raise HttpError(HTTPStatus.GONE, f"There is no session {session_id!r} for this key: create a new ServiceClient.")
+        session = self._known(tenant, session_id)
         self._look_at(session)
         if session.ended_because is not None:
             raise HttpError(HTTPStatus.GONE, f"Session {session_id} has ended: {session.ended_because}")
         session.heard_at = time.monotonic()
         return session
+
+    def end(self, tenant: str, session_id: str, reason: str) -> None:
+        """Safe to call again: the first reason stays. Raises `HttpError` 410 for a session that never was."""
+        session = self._known(tenant, session_id)
+        session.ended_because = session.ended_because or reason
 
     def of(self, tenant: str) -> list[SdkSession]:
         """Those of a tenant that are open, oldest first."""
@@ -65,6 +66,14 @@ class SdkSessions:
             if time.monotonic() - session.heard_at > REMEMBERED_S:
                 del self._sessions[session.session_id]
         return expired
+
+    def _known(self, tenant: str, session_id: str) -> SdkSession:
+        session = self._sessions.get(session_id)
+        if session is None and is_sdk_session_id(session_id):
+            session = self._sessions[session_id] = SdkSession(session_id, tenant)
+        if session is None or session.tenant != tenant:
+            raise HttpError(HTTPStatus.GONE, f"There is no session {session_id!r} for this key: create a new ServiceClient.")
+        return session
 
     def _look_at(self, session: SdkSession) -> bool:
         """Whether its time is over now."""

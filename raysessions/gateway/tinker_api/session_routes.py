@@ -63,8 +63,7 @@ async def session_heartbeat(request: Request, key: Key, desk: Desk) -> dict[str,
 
 @router.post("/sessions/{session_id}/finish")
 async def finish_session(session_id: str, key: Key, desk: Desk) -> dict[str, str]:
-    session = desk.sdk_sessions.get(key.tenant, session_id)
-    session.ended_because = "its client finished it."
+    desk.sdk_sessions.end(key.tenant, session_id, "its client finished it.")
     await desk.stop_models(key.tenant, session_id)
     return {"status": "finished"}
 
