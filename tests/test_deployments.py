@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import openai
 import pytest
-from gateways import TENANT
 from pools import NO_CPU, PROMPT, teach
 from waiting import wait_for
 
@@ -81,4 +80,3 @@ def test_what_cannot_be_deployed_is_told_and_leaves_nothing(gateway, saved):
         state = training.save_state("state").result().path
     with pytest.raises(rs.ConfigError, match="training state"):
         deploy(state, "state")
-    assert gateway.service._settings.tenant == TENANT

@@ -12,7 +12,7 @@ from raysessions.future import APIFuture
 from raysessions.gateway.backend import Backend
 from raysessions.gateway.tinker_api.futures import Futures
 from raysessions.gateway.tinker_api.models import Model, Models
-from raysessions.gateway.tinker_api.names import model_id_of, operation_name, parse_operation_name, sdk_session_of
+from raysessions.gateway.tinker_api.names import model_id_of, operation_name, parse_operation_name, sdk_session_of, session_name
 from raysessions.gateway.tinker_api.replies import Reply, reply_of, sampler_reply
 from raysessions.gateway.tinker_api.samplers import Sampler
 from raysessions.gateway.tinker_api.sdk_sessions import SdkSessions
@@ -59,16 +59,16 @@ class TinkerDesk:
         base_model: str,
         lora: LoraConfig,
         start: StartingPoint | None,
-        user_metadata: dict[str, str] | None,
+        user_metadata: dict[str, str],
     ) -> str:
         """Returns the name of a future."""
+        model_id = model_id_of(sdk_session_id, model_seq_id)
 
         async def create() -> Reply:
-            return reply_of(
-                await self.models.create(tenant, sdk_session_id, model_seq_id, base_model, lora, start, user_metadata)
-            )
+            session = session_name(model_id)
+            return reply_of(await self.backend.create_session(tenant, session, base_model, lora, start, user_metadata))
 
-        name = operation_name(model_id_of(sdk_session_id, model_seq_id), 0)
+        name = operation_name(model_id, 0)
         self.futures.start(name, tenant, (base_model, lora.model_copy(update={"seed": 0}), start), create())
         return name
 

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
 from raysessions.batch import pack
-from raysessions.config import LoraConfig
 from raysessions.errors import SessionStoppedError
 from raysessions.future import APIFuture
 from raysessions.gateway.backend import Backend
 from raysessions.gateway.errors import HttpError
-from raysessions.gateway.tinker_api.names import model_id_of, sdk_session_of, session_name
+from raysessions.gateway.tinker_api.names import sdk_session_of, session_name
 from raysessions.gateway.tinker_api.wire import ForwardBackwardCall
 from raysessions.loss_op import loss_op, pickled_function
 from raysessions.losses import get_loss, resolve_config
-from raysessions.operations import Loss, LossOp, Operation, StartingPoint
+from raysessions.operations import Loss, LossOp, Operation
 from raysessions.responses import SessionInfo
 
 GATEWAY = "gateway"
@@ -58,20 +57,6 @@ class Models:
         self._backend = backend
         self._models: dict[tuple[str, str], Model] = {}
         """By tenant and id."""
-
-    async def create(
-        self,
-        tenant: str,
-        sdk_session_id: str,
-        model_seq_id: int,
-        base_model: str,
-        lora: LoraConfig,
-        start: StartingPoint | None,
-        user_metadata: Mapping[str, str] | None,
-    ) -> SessionInfo:
-        """Starts a session that saves its versions in a group of its own."""
-        name = session_name(model_id_of(sdk_session_id, model_seq_id))
-        return await self._backend.create_session(tenant, name, base_model, lora, start, user_metadata or {})
 
     async def find(self, tenant: str, model_id: str, *, is_sure: bool = False) -> Model:
         """Raises `HttpError` 410 if there is no such model for this tenant, or why it has ended. It may have ended meanwhile,
