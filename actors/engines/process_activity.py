@@ -13,9 +13,15 @@ def is_stopped(processes: Iterable[psutil.Process]) -> bool:
     return any(process.is_running() and process.status() == psutil.STATUS_STOPPED for process in processes)
 
 
-def active_nanoseconds(processes: Iterable[psutil.Process]) -> dict[Path, int]:
-    """How long each of their threads has computed so far, or waited for a core to compute on (Linux). One that sleeps, hangs in
-    a lock or is stopped adds nothing; one that others keep from the cores does."""
+def descendants() -> list[psutil.Process]:
+    """Of this process, as of now: an engine that compiles starts others to do it."""
+    return psutil.Process().children(recursive=True)
+
+
+def active_nanoseconds(processes: Iterable[psutil.Process]) -> dict[str, int]:
+    """How long each of their threads has computed so far, or waited for a core to compute on, and how long each one's children
+    had computed that have ended (Linux). What sleeps, hangs in a lock or is stopped adds nothing; what others keep from the
+    cores does."""
     nanoseconds = {}
     for process in processes:
         for stat in Path(f"/proc/{process.pid}/task").glob("*/schedstat"):
@@ -23,11 +29,16 @@ def active_nanoseconds(processes: Iterable[psutil.Process]) -> dict[Path, int]:
                 ran, waited, _ = stat.read_text().split()
             except (FileNotFoundError, ProcessLookupError):  # it has just ended
                 continue
-            nanoseconds[stat] = int(ran) + int(waited)
+            nanoseconds[str(stat)] = int(ran) + int(waited)
+        try:
+            times = process.cpu_times()
+        except psutil.NoSuchProcess:
+            continue
+        nanoseconds[f"children of {process.pid}"] = int(1e9 * (times.children_user + times.children_system))
     return nanoseconds
 
 
-def active_seconds_since(before: dict[Path, int], processes: Iterable[psutil.Process]) -> float:
-    """Of the threads that there are now: one that has ended takes what it had done with it."""
-    now = active_nanoseconds(processes)
-    return sum(total - before.get(thread, 0) for thread, total in now.items()) / 1e9
+def active_seconds_since(before: dict[str, int]) -> float:
+    """Of the descendants that there are now: a thread that has ended takes what it had done with it."""
+    now = active_nanoseconds(descendants())
+    return sum(total - before.get(name, 0) for name, total in now.items()) / 1e9

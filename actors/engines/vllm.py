@@ -18,7 +18,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from raysessions.actors.engines.adapter_files import AdapterFiles
 from raysessions.actors.engines.merged_weights import write_merged
-from raysessions.actors.engines.process_activity import active_nanoseconds, active_seconds_since, is_stopped
+from raysessions.actors.engines.process_activity import active_nanoseconds, active_seconds_since, descendants, is_stopped
 from raysessions.actors.engines.vllm_start import WHOLE_NODE, engine_arguments, start
 from raysessions.actors.protocol import CoreShare, ModelFacts, OpenAiPart, ReplicaFailedError
 from raysessions.adapter_weights import AdapterWeights
@@ -116,17 +116,16 @@ class VllmEngine:
         return self._openai
 
     async def check_health(self, timeout_s: float) -> None:
-        processes = psutil.Process().children(recursive=True)
-        before = active_nanoseconds(processes)
+        before = active_nanoseconds(descendants())
         try:
             async with asyncio.timeout(timeout_s):
                 await self._engine.collective_rpc("answer")
         except EngineDeadError as error:
             raise _failed(error) from error
         except TimeoutError as error:
-            # It answers between two steps, and on CPU one step may take long. A GPU's never do.
-            active_s = active_seconds_since(before, processes)
-            computes = active_s > MIN_ACTIVE * timeout_s and not is_stopped(processes)
+            # It answers between two steps, and on CPU one step may take long: the first one compiles. A GPU's never do.
+            active_s = active_seconds_since(before)
+            computes = active_s > MIN_ACTIVE * timeout_s and not is_stopped(descendants())
             if not (computes and vllm.platforms.current_platform.is_cpu()):
                 raise ReplicaFailedError(
                     f"vLLM's engine did not answer for {timeout_s:g} s, in which it computed for {active_s:.1f} s."
